@@ -5,6 +5,7 @@ from cjax.mesh.axes import BATCH_AXES as BATCH_AXES
 from cjax.mesh.axes import COL as COL
 from cjax.mesh.axes import DATA as DATA
 from cjax.mesh.axes import DEPTH as DEPTH
+from cjax.mesh.axes import EXPERT as EXPERT
 from cjax.mesh.axes import PIPE as PIPE
 from cjax.mesh.axes import ROW as ROW
 from cjax.mesh.axes import SEQUENCE as SEQUENCE

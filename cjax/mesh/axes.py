@@ -16,17 +16,19 @@ Device = Any  # a jax.Device; type checkers do not see a type in that name
 PIPE = "pipe"
 DATA = "data"
 ZERO = "zero"
+EXPERT = "expert"
 SEQUENCE = "sequence"
 TENSOR = "tensor"
 DEPTH, ROW, COL = "depth", "row", "col"  # of 2d and 2.5d tensor parallelism
 I, J, K = "i", "j", "k"  # of 3d  # noqa: E741
 
 # Outermost first. Neighbours on a later axis are neighbours in the machine: the tensor axes talk several times a layer
-# and must stay within a host, a ZeRO group once or twice a layer, plain data parallelism once a step,
-# and stages of a pipeline hand each other one activation at a time.
-AXES = (PIPE, DATA, ZERO, SEQUENCE, DEPTH, ROW, COL, I, J, K, TENSOR)
-# The axes of data parallelism. A ZeRO group is part of it: its devices read different examples.
-BATCH_AXES = (DATA, ZERO)
+# and must stay within a host, those that have different experts four times in a layer of experts, a ZeRO group once or
+# twice a layer, plain data parallelism once a step, and stages of a pipeline hand each other one activation at a time.
+AXES = (PIPE, DATA, ZERO, EXPERT, SEQUENCE, DEPTH, ROW, COL, I, J, K, TENSOR)
+# The axes of data parallelism. A ZeRO group is part of it, and so are devices that have different experts: they read
+# different examples.
+BATCH_AXES = (DATA, ZERO, EXPERT)
 
 
 def build_mesh(axis_sizes: Mapping[str, int], devices: Sequence[Device]) -> Mesh:

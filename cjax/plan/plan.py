@@ -45,6 +45,8 @@ class Plan:
       tensor: `Tensor`, or a number for 1d.
       sequence: `Sequence`, or a number for ring.
       pipeline: `Pipeline`, or a number for 1f1b.
+      expert: how many of the data-parallel devices have different experts of a mixture: each has some of the experts
+        whole, and is sent what others' examples have for them. It divides `data`.
       microbatches: pieces of a batch that run one after another (gradient accumulation without a pipeline).
       overlap: how many of them are computed at a time, in one loop over the layers, so that what one of them sends is
         on its way while another is multiplied. Of tensor=N, whose sums a layer waits for.
@@ -80,6 +82,7 @@ class Plan:
     tensor: Tensor
     sequence: Sequence
     pipeline: Pipeline
+    expert: int
     microbatches: int
     overlap: int
     loss: LossOf
@@ -113,6 +116,7 @@ class Plan:
         offload: str | tuple[str, ...] | list[str] = (),
         unroll: Unroll = "auto",
         overlap: int = 1,
+        expert: int = 1,
     ) -> None:
         tensor = tensor if isinstance(tensor, Tensor) else Tensor(tensor)
         sequence = sequence if isinstance(sequence, Sequence) else Sequence(sequence)
@@ -132,6 +136,7 @@ class Plan:
             tensor=Tensor() if tensor.size == 1 else tensor,
             sequence=Sequence() if sequence.size == 1 and sequence.mode != "gather" else sequence,
             pipeline=Pipeline() if pipeline.size == 1 else pipeline,
+            expert=whole_number("expert", expert),
             microbatches=whole_number("microbatches", microbatches),
             overlap=whole_number("overlap", overlap),
             loss=loss,
@@ -148,6 +153,7 @@ class Plan:
         )
         self._check_walk()
         self._check_overlap()
+        self._check_expert()
         if unroll == "layers" and (self.walks or self.pipeline.size > 1):
             kind = "a pipeline" if self.pipeline.size > 1 else "a step that walks over layers (budget=, offload=)"
             raise Clash(
@@ -261,14 +267,18 @@ class Plan:
         """Mesh axes and their sizes, outermost first, of a resolved plan.
 
         `data` and the axes of the tensor mode are always there, with size 1 where nothing is split; the rest only when
-        asked for. A ZeRO group smaller than data splits it: `data` counts the groups and `zero` the devices in one.
+        asked for. A ZeRO group smaller than data splits it: `data` counts the groups and `zero` the devices in one; as
+        do experts: `expert` are devices with different ones, `data` those with the same.
 
         >>> Plan.parse("data=8 tensor=2 zero=3/4").axis_sizes()
         {'data': 2, 'zero': 4, 'tensor': 2}
         """
         data, group = self._resolved().data, self.zero_group
         sizes = {"pipe": self.pipeline.size} if self.pipeline.size > 1 else {}
-        sizes |= {"data": data // group, "zero": group} if 1 < group < data and self.zero.group else {"data": data}
+        if self.expert > 1:
+            sizes |= {"data": data // self.expert, "expert": self.expert}
+        else:
+            sizes |= {"data": data // group, "zero": group} if 1 < group < data and self.zero.group else {"data": data}
         sizes |= {"sequence": self.sequence.size} if self.sequence.size > 1 else {}
         return sizes | self.tensor.axis_sizes()
 
@@ -276,8 +286,8 @@ class Plan:
         """This plan with `data` filled in for `num_devices` devices.
 
         Raises:
-          ValueError: sizes that don't multiply up to `num_devices`, or a ZeRO group that doesn't divide `data`; with
-            the product, the number here and what to type.
+          ValueError: sizes that don't multiply up to `num_devices`, or a ZeRO group or `expert` that doesn't divide
+            `data`; with the product, the number here and what to type.
 
         >>> print(Plan.parse("tensor=4").resolve(8))
         data=2 tensor=4
@@ -337,6 +347,29 @@ class Plan:
                 f"{self.microbatches} is no multiple of that; write microbatches={more} overlap={self.overlap}",
             )
 
+    def _check_expert(self) -> None:
+        """Raises `Clash` for words that don't go with experts on data-parallel devices."""
+        given = f"expert={self.expert}"
+        if self.expert == 1:
+            return
+        if self.zero.group is not None:
+            raise Clash(
+                "zero",
+                f"{given} splits the data-parallel devices, and so do ZeRO's groups in zero={self.zero}; write "
+                f"zero={self.zero.stage} {given}, whose sharing takes in all of them",
+            )
+        if self.tensor.mode != "1d":
+            raise Clash(
+                "expert",
+                f"{given} does not go with the grid tensor={self.tensor}; write tensor={self.tensor.size} (1d) {given}",
+            )
+        if self.walks:
+            raise Clash(
+                "expert",
+                "a step that walks over layers (budget=, offload=) has all experts on all devices, and "
+                f"{given} does not; leave it out, or write tensor={self.expert}, which shares out experts too",
+            )
+
     def _resolved(self) -> "Plan":
         if self.data == -1:
             raise ValueError(f"plan {str(self)!r} leaves data open: plan.resolve(num_devices) fills it in")
@@ -367,6 +400,12 @@ class Plan:
         return f"plan {str(self)!r} needs {needs}, and {here}. Any of these works:\n" + "\n".join(lines)
 
     def _group_misfit(self, data: int) -> str:
+        if data % self.expert:
+            sizes = [f"expert={n}" for n in range(2, data + 1) if data % n == 0]
+            return (
+                f"expert={self.expert} gives so many of the data-parallel devices different experts, and does not divide "
+                f"data={data}; " + (f"write {' or '.join(sizes)}" if sizes else "leave it out")
+            )
         group = self.zero.group
         if group is None or data % group == 0:
             return ""
@@ -397,7 +436,7 @@ def build(word: Word) -> Any:
     match word.name:
         case "data":
             return -1 if (size := number(word)) == -1 else whole_number("data", size)
-        case "microbatches" | "overlap":
+        case "microbatches" | "overlap" | "expert":
             return whole_number(word.name, number(word))
         case "tensor":
             return Tensor(**_renamed(sized(word), part="depth"))

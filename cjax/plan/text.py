@@ -10,7 +10,7 @@ from cjax.plan.parts import LossOf, Precision, Remat, Schedule, SequenceMode, Te
 from cjax.plan.sizes import CLASSES, UNITS
 
 NAMES = (
-    *("data", "tensor", "sequence", "pipeline", "microbatches", "overlap", "loss"),
+    *("data", "tensor", "sequence", "pipeline", "expert", "microbatches", "overlap", "loss"),
     *("zero", "precision", "reduce", "remat", "unroll", "budget", "host", "disk", "offload", "rules"),
 )
 
@@ -32,10 +32,7 @@ FOREIGN_NAMES = {
     "hsdp": "zero=3/{value}",
     **dict.fromkeys(("dp", "ddp", "data_parallel", "dp_size", "replicas"), "data={value}"),
     **dict.fromkeys(("tp", "mp", "model", "model_parallel", "tensor_parallel", "tp_size"), "tensor={value}"),
-    **dict.fromkeys(
-        ("ep", "expert", "experts", "expert_parallel", "ep_size", "moe"),
-        "tensor={value} (which gives each device whole experts, where there are {value} or more)",
-    ),
+    **dict.fromkeys(("ep", "experts", "expert_parallel", "ep_size", "moe"), "expert={value}"),
     **dict.fromkeys(("pp", "pipe", "stages", "pipeline_parallel", "pp_size"), "pipeline=1f1b:{value}"),
     **dict.fromkeys(("cp", "context", "context_parallel", "sp_size", "seq"), "sequence=ring:{value}"),
     **dict.fromkeys(("sp", "sequence_parallel"), "sequence=gather (on the tensor axis) or sequence=ring:{value}"),
@@ -77,6 +74,7 @@ EXAMPLES = {
     "tensor": "tensor=4 or tensor=2d:4",
     "sequence": "sequence=ring:4",
     "pipeline": "pipeline=1f1b:4",
+    "expert": "expert=4",
     "zero": "zero=1 or zero=3/8",
     "data": "data=2",
     "microbatches": "microbatches=4",

@@ -14,10 +14,11 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class PlanTable:
-    """Resolved plans that share their tensor and sequence words, a column for each other word.
+    """Resolved plans that share their tensor, sequence and expert words, a column for each other word.
 
     Args:
-      data, pipeline, chunks, microbatches, zero, zero_group: int64[plans]; the group is `data` where none is named.
+      data, pipeline, chunks, microbatches, zero, zero_group: int64[plans]; `data` counts the devices with the same
+        experts, all where every device has all; the group is `data` where none is named.
       schedule, remat, precision: int64[plans], places in `SCHEDULES`, `REMATS` and `PRECISIONS`.
       overlap: int64[plans], micro-batches that are computed at a time.
     """
@@ -43,21 +44,21 @@ class PlanTable:
 
     @classmethod
     def of(cls, plans: Sequence[Plan]) -> "PlanTable":
-        """The columns of resolved plans of one tensor and sequence arrangement.
+        """The columns of resolved plans of one arrangement: of tensor, sequence and expert words.
 
         >>> PlanTable.of([Plan.parse("data=8 zero=1"), Plan.parse("data=8 remat=block")]).remat.tolist()
         [0, 2]
         """
-        assert len({(plan.tensor, plan.sequence) for plan in plans}) <= 1, "a table has one tensor and sequence"
+        assert len({(plan.tensor, plan.sequence, plan.expert) for plan in plans}) <= 1, "a table has one arrangement"
         rows = [
             (
-                plan.data,
+                plan.data // plan.expert,
                 plan.pipeline.size,
                 SCHEDULES.index(plan.pipeline.schedule),
                 plan.pipeline.chunks,
                 plan.microbatches,
                 plan.zero_stage,
-                plan.zero_group,
+                plan.zero_group // plan.expert,
                 REMATS.index(plan.remat),
                 PRECISIONS.index(plan.precision),
                 plan.overlap,

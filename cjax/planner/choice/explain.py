@@ -10,7 +10,7 @@ from cjax.planner.choice.scored import Question, Scored, of_limit, size_text
 from cjax.planner.choice.space import MODES, Space, arrangement_of, divisors, tensors_of
 from cjax.planner.table import PRECISIONS, REMATS
 
-WORDS = ("tensor", "sequence", "pipeline", "microbatches", "overlap", "zero", "remat", "precision")
+WORDS = ("tensor", "sequence", "expert", "pipeline", "microbatches", "overlap", "zero", "remat", "precision")
 # What the parts of a step's time are, in the words in which differences are told.
 KINDS = {
     **dict.fromkeys(("matmul", "attention", "elementwise"), "arithmetic"),
@@ -137,6 +137,8 @@ def _neighbours(name: str, plan: Plan, space: Space) -> Iterator[Plan]:
             yield from (_with(plan, tensor=tensor) for tensor in _tensors(plan))
         case "sequence":
             yield from (_with(plan, sequence=sequence) for sequence in _sequences(plan, space))
+        case "expert":
+            yield from (_with(plan, expert=expert) for expert in _experts(plan, space))
         case "pipeline":
             yield from (_with(plan, pipeline=pipeline) for pipeline in _pipelines(plan, space))
         case "microbatches":
@@ -151,6 +153,7 @@ def _neighbours(name: str, plan: Plan, space: Space) -> Iterator[Plan]:
                     yield from (replace(plan, microbatches=num, overlap=n) for n in others)
                     return
         case "zero":
+            # Groups and experts both split the data-parallel devices, so that one plan has one of them.
             if plan.data * plan.sequence.size * plan.tensor.depth > 1:
                 groups = [None] if plan.zero.group is None else [plan.zero.group, None]
                 stages = [Zero(stage, group if stage else None) for group in groups for stage in range(4)]
@@ -197,6 +200,13 @@ def _sequences(plan: Plan, space: Space) -> list[SequencePlan]:
         near = [n for n in sizes if n < plan.sequence.size][-1:] + [n for n in sizes if n > plan.sequence.size][:1]
         found += [SequencePlan(n, mode) for n in (near if mode == plan.sequence.mode else same or near[-1:])]
     return [sequence for sequence in found if sequence != plan.sequence]
+
+
+def _experts(plan: Plan, space: Space) -> list[int]:
+    if not space.experts or plan.tensor.mode != "1d":
+        return []
+    sizes = [n for n in divisors(plan.data) if all(number % n == 0 for number in space.experts)]
+    return [n for n in sizes if n < plan.expert][-1:] + [n for n in sizes if n > plan.expert][:1]
 
 
 def _pipelines(plan: Plan, space: Space) -> list[Pipeline]:

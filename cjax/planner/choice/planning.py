@@ -247,7 +247,7 @@ class Asked:
                 space = replace(space, hands_on=True)
             elif plan.pipeline.size > 1:
                 space = replace(space, stacks=())
-            elif plan.model_size > 1 or plan.sequence.mode == "gather":
+            elif plan.model_size * plan.expert > 1 or plan.sequence.mode == "gather":
                 space = replace(space, without=space.without | {words_of(plan)})
             else:
                 space = replace(space, cuts_batch=False)

@@ -77,7 +77,7 @@ class Costs:
     """Of all plans of a table: arrays with an entry a plan.
 
     Args:
-      arrangement: the tensor and sequence words that they share.
+      arrangement: the tensor, sequence and expert words that they share.
       table: the other words.
       hardware: what they run on.
       work: what they compute.
@@ -196,7 +196,7 @@ class Question:
         key = words_of(arrangement)
         if key not in self._splits:
             try:
-                self._splits[key] = self.split(arrangement.resolve(arrangement.model_size))
+                self._splits[key] = self.split(arrangement.resolve(arrangement.model_size * arrangement.expert))
             except ValueError as error:
                 self._splits[key] = str(error)
         return self._splits[key]

@@ -155,7 +155,7 @@ def _distinct(plans: Sequence[Scored]) -> list[Scored]:
 
 def _flavour(scored: Scored) -> tuple[object, ...]:
     plan = scored.plan
-    return scored.num_devices, plan.data, plan.tensor, plan.sequence, plan.pipeline
+    return scored.num_devices, plan.data, plan.tensor, plan.sequence, plan.expert, plan.pipeline
 
 
 def _front(front: Sequence[Scored], costs: Costs) -> list[Scored]:

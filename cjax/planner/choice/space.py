@@ -1,8 +1,8 @@
 """All plans that a model, its batch and a number of devices allow, always in the same order.
 
-An arrangement is what the tensor and sequence words say; whether the model can be split so, the layout knows, and says
-so when it is asked for the split. All other words only divide, so that the plans of one arrangement are the rows of a
-`PlanTable`: none of them is a `Plan` until somebody wants to see it.
+An arrangement is what the tensor, sequence and expert words say; whether the model can be split so, the layout knows,
+and says so when it is asked for the split. All other words only divide, so that the plans of one arrangement are the
+rows of a `PlanTable`: none of them is a `Plan` until somebody wants to see it.
 """
 
 import math
@@ -34,6 +34,7 @@ class Space:
       stacks: layers of each stack that a pipeline cuts; none where it can't.
       heads: of each attention that has any, those of queries and those of keys.
       lengths: of each attention, how many positions.
+      experts: of each mixture, how many experts.
       devices_per_host: so many share fast links: a ZeRO group is at most that large.
       auto: words that are fixed.
       splits_model: whether tensor and sequence parallelism and pipelines are among the plans.
@@ -46,6 +47,7 @@ class Space:
     stacks: tuple[int, ...] = ()
     heads: tuple[tuple[int, int], ...] = ()
     lengths: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
     devices_per_host: int = 8
     auto: Auto = field(default_factory=Auto)
     splits_model: bool = True
@@ -57,9 +59,9 @@ class Space:
     def fixed(self) -> Mapping[str, Any]:
         return self.auto.fixed
 
-    # -- tensor and sequence -------------------------------------------------------------------------------------
+    # -- tensor, sequence and expert -----------------------------------------------------------------------------
     def arrangements(self, num_devices: int) -> list[Plan]:
-        """The tensor and sequence words for so many devices, the plainest first, as plans that leave the rest open.
+        """These three words for so many devices, the plainest first, as plans that leave the rest open.
 
         Those are left out that heads, positions or the batch rule out, and those of more than `WIDEST` devices unless
         the user fixed a word of them. What else a layout refuses it says itself.
@@ -71,9 +73,10 @@ class Space:
                 for sequence in self._sequences(num_devices // size, tensor):
                     if size * sequence.size > WIDEST and not self.fixed.keys() & {"tensor", "sequence"}:
                         continue
-                    plan = Plan(tensor=tensor, sequence=sequence, **carried)
-                    if words_of(plan) not in self.without:
-                        found.append(plan)
+                    for expert in self._shares(num_devices // (size * sequence.size), tensor):
+                        plan = Plan(tensor=tensor, sequence=sequence, expert=expert, **carried)
+                        if words_of(plan) not in self.without:
+                            found.append(plan)
         return sorted(found, key=_plainest)
 
     def _tensors(self, size: int) -> Iterator[Tensor]:
@@ -116,20 +119,27 @@ class Space:
             _deals_out(heads // keys, keys // side, sequence.size) for heads, keys in self.heads
         )
 
+    def _shares(self, left: int, tensor: Tensor) -> list[int]:
+        """Among how many data-parallel devices experts could be shared out."""
+        if (given := self.fixed.get("expert")) is not None:
+            return [given] if left % given == 0 and (given == 1 or tensor.mode == "1d") else []
+        can = self.splits_model and bool(self.experts) and tensor.mode == "1d"
+        return [n for n in divisors(left) if n == 1 or (can and all(number % n == 0 for number in self.experts))]
+
     # -- the other words -----------------------------------------------------------------------------------------
     def table(self, arrangement: Plan, num_devices: int) -> PlanTable:
         """All plans of an arrangement on so many devices; empty where the batch does not divide."""
         copies = num_devices // (arrangement.tensor.size * arrangement.sequence.size)
-        blocks = []
+        expert, blocks = arrangement.expert, []
         for pipeline in self._pipelines(copies):
             data = copies // pipeline.size
-            if self.fixed.get("data", data) != data:
+            if self.fixed.get("data", data) != data or data % expert:
                 continue
             plan = replace(arrangement, data=data, pipeline=pipeline)
             counts = [(m, overlap) for m in self.counts(plan) for overlap in self.overlaps(plan, m)]
-            zeros = self._zeros(arrangement, data)
+            zeros = self._zeros(arrangement, data // expert)
             if counts and zeros:
-                blocks.append(self._block(data, pipeline, counts, zeros))
+                blocks.append(self._block(data // expert, pipeline, counts, zeros))
         columns = np.concatenate(blocks, axis=1) if blocks else np.zeros((len(COLUMNS), 0), np.int64)
         return PlanTable(*columns)
 
@@ -229,14 +239,15 @@ class Space:
         """Stages and groups. State is shared over data-parallel devices, those of a sequence and the depth of 2.5d."""
         if (given := self.fixed.get("zero")) is not None:
             group = given.group or data
-            return [(given.stage, group)] if data % group == 0 else []
-        if data * arrangement.sequence.size * arrangement.tensor.depth == 1:
+            clashes = given.group is not None and arrangement.expert > 1
+            return [(given.stage, group)] if data % group == 0 and not clashes else []
+        if data * arrangement.expert * arrangement.sequence.size * arrangement.tensor.depth == 1:
             return [(0, data)]
         found = [(stage, data) for stage in range(4)]
         # A group that stays in a host where all of them would not.
         near = self.devices_per_host // (arrangement.tensor.size * arrangement.sequence.size)
         groups = [group for group in divisors(data) if 1 < group <= near < data]
-        return found + [(stage, groups[-1]) for stage in (1, 2, 3) if groups]
+        return found + [(stage, groups[-1]) for stage in (1, 2, 3) if groups and arrangement.expert == 1]
 
 
 def space_of(
@@ -258,11 +269,13 @@ def space_of(
       hands_on: whether a micro-batch makes what the next one reads.
     """
     attentions = [each for part in work.parts for each in part.attentions]
+    products = [each for part in work.parts for each in part.products]
     return Space(
         tuple(dict.fromkeys(num_rows)),
         tuple(stacks),
         tuple(dict.fromkeys((elements(each.heads), each.kv_heads) for each in attentions if each.heads)),
         tuple(dict.fromkeys(elements(dims) for each in attentions for dims in (each.queries, each.keys))),
+        tuple(dict.fromkeys(elements(each.batch) for each in products if each.is_weight and each.batch)),
         devices_per_host,
         auto,
         hands_on=hands_on,
@@ -274,7 +287,7 @@ def plan_at(arrangement: Plan, table: PlanTable, row: int) -> Plan:
     at = {name: int(getattr(table, name)[row]) for name in COLUMNS}
     return replace(
         arrangement,
-        data=at["data"],
+        data=at["data"] * arrangement.expert,
         pipeline=Pipeline(at["pipeline"], SCHEDULES[at["schedule"]], at["chunks"]),
         microbatches=at["microbatches"],
         zero=Zero(at["zero"], at["zero_group"] if at["zero"] and at["zero_group"] < at["data"] else None),
@@ -286,13 +299,13 @@ def plan_at(arrangement: Plan, table: PlanTable, row: int) -> Plan:
 
 def arrangement_of(plan: Plan) -> Plan:
     """What all plans of its arrangement have in common with a plan."""
-    words = ("tensor", "sequence", *CARRIED)
+    words = ("tensor", "sequence", "expert", *CARRIED)
     return Plan(**{name: getattr(plan, name) for name in words})
 
 
 def words_of(plan: Plan) -> str:
     """What a split depends on, as text."""
-    return str(Plan(tensor=plan.tensor, sequence=plan.sequence, rules=plan.rules))
+    return str(Plan(tensor=plan.tensor, sequence=plan.sequence, expert=plan.expert, rules=plan.rules))
 
 
 def take(table: PlanTable, rows: np.ndarray) -> PlanTable:
@@ -302,7 +315,7 @@ def take(table: PlanTable, rows: np.ndarray) -> PlanTable:
 
 def num_words(arrangement: Plan, table: PlanTable) -> np.ndarray:
     """How many words the text of each plan has, `data` among them."""
-    own = (arrangement.tensor.size > 1) + (arrangement.sequence != SequencePlan()) + 1
+    own = (arrangement.tensor.size > 1) + (arrangement.sequence != SequencePlan()) + (arrangement.expert > 1) + 1
     words = [table.pipeline > 1, table.microbatches > 1, table.zero > 0, table.remat > 0, table.precision > 0]
     words.append(table.overlap > 1)
     return own + np.sum(words, axis=0)
@@ -332,8 +345,8 @@ def _deals_out(groups: int, keys: int, size: int) -> bool:
     return groups % of_groups == 0 and (of_keys == keys or of_groups == 1)
 
 
-def _plainest(plan: Plan) -> tuple[int, int, str]:
-    return plan.tensor.size * plan.sequence.size, plan.tensor.size, str(plan)
+def _plainest(plan: Plan) -> tuple[int, int, int, str]:
+    return plan.tensor.size * plan.sequence.size, plan.tensor.size, plan.expert, str(plan)
 
 
 def divisors(number: int) -> list[int]:

@@ -5,22 +5,32 @@ constants are that it is multiplied with.
 """
 
 import dataclasses
+import functools
 import math
+import operator
 
 import numpy as np
 
-from cjax.mesh import SEQUENCE
+from cjax.mesh import EXPERT, SEQUENCE
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.costs.compute import Computing, Pass
-from cjax.planner.costs.moved import counts, handed, messages, moved, to_optimizer
+from cjax.planner.costs.moved import (
+    WITH_DATA,
+    counts,
+    handed,
+    messages,
+    moved,
+    splits_examples,
+    to_optimizer,
+    whole_of,
+)
 from cjax.planner.costs.transfers import Members, Receipt, group_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.profile import OUTER
 from cjax.planner.table import PRECISIONS, SCHEDULES, PlanTable
 from cjax.planner.work import AxisMove, Part, Work, WorkSplit
 
-WITH_DATA = (SEQUENCE, "depth")  # axes of a copy along which weights are alike, and gradients are added up
 # What each member receives is its own and comes from one other: a host's other adapters do not carry a part of it.
 EXCHANGES = ("all-to-all", "collective-permute")
 MASTER = 4.0  # bytes of a parameter, and of a gradient that was added up
@@ -196,7 +206,8 @@ class _Plans:
             held = held + self._split.held[i] * times
             gather = gather + self._gathered(self._work.parts[i], self._split.held[i]) * times
             gather = gather + self._of_all(self._work.parts[i]) * times
-        exchanges = any(move.kind == "all-to-all" for i, _ in parts for move in self._split.moves[i])
+        among = [move for i, _ in parts for move in self._split.moves[i] if SEQUENCE in move.axes]
+        exchanges = any(move.kind == "all-to-all" for move in among)
         return Ways(
             there,
             back,
@@ -228,60 +239,83 @@ class _Plans:
         return group_of(self._hardware, size, stride, 1 if is_exchange else self._software.rings)
 
     def _gathered(self, part: Part, held: float) -> Receipt:
-        group = self._zero_group()
-        bytes_ = held * self._item * (group.size - 1) / group.size
-        found = self._over(group, "all-gather", bytes_, 1.0 * bool(part.weights), is_outer=True)
+        found = Receipt.none(len(self._table))
+        for share, more in self._kinds_of_weights():
+            group = self._zero_group(more)
+            bytes_ = share * held * self._item * (group.size - 1) / group.size
+            found = found + self._over(group, "all-gather", bytes_, share * bool(part.weights), is_outer=True)
         return found * (self._table.zero == 3)
 
     def _of_all(self, part: Part) -> Receipt:
         """Examples gathered for rows that all of them make together, and scattered behind these; those of a layer come
         once for each direction."""
-        group = group_of(self._hardware, self._table.data, self._inner, self._software.rings)
+        more = self._split.sizes.get(EXPERT, 1)
+        group = group_of(self._hardware, self._table.data * more, self._inner // more, self._software.rings)
         found, ways = Receipt.none(len(self._table)), 1 if part.repeats > 1 else 2
         for sent in filter(None, (product.sent for product in part.products)):
-            whole = self._split.local(sent) / self._table.microbatches * self._item
+            whole = whole_of(self._split, sent) / self._table.microbatches * self._item
             found = found + self._over(group, "all-gather", whole * (group.size - 1) / group.size * ways, 1.0 * ways)
         # Who is sent where goes with them. A gate's gradient comes back as well: half a way more in each direction.
         for value, has_gradient in part.told:
             size = self._item if value.is_computed else value.itemsize
-            whole = self._split.local(value.dims) / self._table.microbatches * size * value.times
+            whole = whole_of(self._split, value.dims) / self._table.microbatches * size * value.times
             ways_of = ways * (1 + has_gradient / 2)
             found = found + self._over(group, "all-gather", whole * (group.size - 1) / group.size * ways_of, 0.0)
         return found
 
     # -- between copies -----------------------------------------------------------------------------------------------
-    def _zero_group(self) -> Members:
+    def _kinds_of_weights(self) -> list[tuple[float, int]]:
+        """Shares of all weights that a device holds, each with how many devices with different experts have the same:
+        of experts that are shared out, none but itself."""
+        size = self._split.sizes.get(EXPERT, 1)
+        every = own = 0
+        for part, some in zip(self._work.parts, self._split.weights, strict=False):
+            every += part.repeats * sum(each.elements for each in some)
+            own += part.repeats * sum(each.elements for each in some if EXPERT not in each.sums)
+        mine = own / max(1, every) if size > 1 else 0.0
+        return [(share, more) for share, more in ((1 - mine, size), (mine, 1)) if share]
+
+    def _zero_group(self, more: int) -> Members:
         # Neighbours of a copy are inside, so a group's members are as far apart as a copy is large.
-        return group_of(self._hardware, self._zero_size, self._inner, self._software.rings)
+        return group_of(self._hardware, self._zero_size(more), self._inner // more, self._software.rings)
 
-    @property
-    def _zero_size(self) -> np.ndarray:
-        return np.where(self._table.zero > 0, self._table.zero_group, 1).astype(float)
+    def _zero_size(self, more: int) -> np.ndarray:
+        return np.where(self._table.zero > 0, more * self._table.zero_group, 1).astype(float)
 
-    def _others(self) -> Members:
+    def _others(self, more: int) -> Members:
         """Who adds up gradients beyond a ZeRO group: other copies, and devices that hold the same weights of one."""
-        alike = math.prod(self._split.sizes.get(axis, 1) for axis in WITH_DATA)
-        stride = np.where(alike > 1, self._inner / alike, self._inner * self._zero_size)
-        size = self._table.data / self._zero_size * alike
+        inside = [axis for axis in WITH_DATA if axis != EXPERT]
+        alike = math.prod(self._split.sizes.get(axis, 1) for axis in inside)
+        stride = np.where(alike > 1, self._inner / alike, self._inner // more * self._zero_size(more))
+        size = more * self._table.data / self._zero_size(more) * alike
         return group_of(self._hardware, size, stride, self._software.rings)
 
     def _reduce(self, held: np.ndarray) -> tuple[Receipt, Receipt, Receipt, np.ndarray]:
         """Gradients within groups and between them, parameters of ZeRO 1 and 2; where gradients are reduced with
         each micro-batch."""
-        table, software = self._table, self._software
-        group, others = self._zero_group(), self._others()
+        every = [self._reduced(share * held, share, more) for share, more in self._kinds_of_weights()]
+        scatter, between, gather = (functools.reduce(operator.add, some) for some in zip(*every, strict=True))
+        return scatter, between, gather, self._reduces_each()
+
+    def _reduces_each(self) -> np.ndarray:
+        table = self._table
+        return (table.zero == 3) | (self._meets_inside() & (table.microbatches > 1))
+
+    def _reduced(self, held: np.ndarray, share: float, more: int) -> tuple[Receipt, Receipt, Receipt]:
+        """The same of weights that are a share of all, alike on so many devices with different experts."""
+        table, software, each = self._table, self._software, self._reduces_each()
+        group, others = self._zero_group(more), self._others(more)
         # A device that adds up micro-batches of its own does so in float32; otherwise XLA reduces what a matmul made.
-        each = (table.zero == 3) | (self._is_split_in_sequence() & (table.microbatches > 1))
         size = software.gradient_bytes or np.where((table.microbatches > 1) & ~each, MASTER, self._item)
         part, apart = (group.size - 1) / group.size, (others.size - 1) / others.size
-        layers = 1.0 * max(1, self._work.num_layers)
+        layers = share * max(1, self._work.num_layers)
         kind, times = ("reduce-scatter", 1) if software.scatters else ("all-reduce", 2)
         scatter = self._over(group, kind, times * part * held * size, layers)
         between = self._over(others, "all-reduce", 2 * apart * held / group.size * size, layers)
         gathers = part * held * (software.weight_bytes or self._item), layers * software.gathers
         # Of ZeRO's dim XLA makes the outermost in memory, whichever it is.
         gather = self._over(group, "all-gather", *gathers, is_outer=True)
-        return scatter, between, gather * (table.zero < 3), each
+        return scatter, between, gather * (table.zero < 3)
 
     def _over(
         self, group: Members, kind: str, bytes_: np.ndarray, count: np.ndarray | float, is_outer: bool = False
@@ -292,8 +326,8 @@ class _Plans:
             found, fast=found.fast / self._kinds.get(OUTER + kind, rate) if is_outer else found.fast / rate
         )
 
-    def _is_split_in_sequence(self) -> bool:
-        return self._split.sizes.get(SEQUENCE, 1) > 1 and self._software.is_lockstep
+    def _meets_inside(self) -> bool:
+        return splits_examples(self._split) and self._software.is_lockstep
 
     # -- stages -------------------------------------------------------------------------------------------------------
     def _stages(self, stacks: list[Part], first: Ways, layer: Ways, last: Ways) -> tuple[np.ndarray, np.ndarray]:

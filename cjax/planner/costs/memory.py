@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from cjax.jax_compat.backends import needs_more_memory
-from cjax.mesh import DEPTH, SEQUENCE, TENSOR
+from cjax.mesh import DEPTH, EXPERT, SEQUENCE, TENSOR
 from cjax.pipeline.partition import partition
 from cjax.plan import Plan
+from cjax.planner.costs.moved import splits_examples
 from cjax.planner.costs.places import places, route_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
@@ -21,7 +22,7 @@ from cjax.planner.work import BATCH, Form, HeldWeight, Kept, NamedTensor, Work, 
 # for an old XLA (`needs_more_memory`), the third where positions or grids make it move pieces of what layers read, or
 # stages hand on what branches made.
 GAPS, GAPS_OLD, GAPS_MOVED = 0.04, 0.06, 0.08
-_ONE_D = {TENSOR, SEQUENCE}
+_ONE_D = {TENSOR, SEQUENCE, EXPERT}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def part_memory(work: Work, split: WorkSplit, plan: Plan, hardware: Hardware) ->
     stages; with the larger gaps under any XLA, since a budget is a promise."""
     table = PlanTable.of([dataclasses.replace(plan, remat="block")])
     found = _Memory(work, split, table, hardware)
-    (over,) = found._zero_shares()
+    over = found._zero_shares()[0, 0]  # no part has experts that others have not
     weights, trained = (sizes[:, 0] / found._repeats()[:, 0] for sizes in found._weights())
     passing, working = found._each(lambda kept: kept.passing)[:, 0], found._fullest()[:, 0]
     handed = found._each(lambda kept: kept.payload)[:, 0] - passing
@@ -133,7 +134,7 @@ class _Memory:
         self.stacks = [at for at, part in enumerate(work.parts) if part.repeats > 1]
         self.is_staged = table.pipeline > 1
         # A gradient is scattered where it is made, but where devices add up micro-batches of their own.
-        alone = (table.microbatches > 1) & (table.data > 1) & (split.sizes.get(SEQUENCE, 1) == 1)
+        alone = (table.microbatches > 1) & (table.data > 1) & (not splits_examples(split))
         self.scattered = (table.zero == 3) | ((table.zero >= 1) & ~alone)
         self.is_grid = bool(split.sizes.keys() - _ONE_D)
         queries = {name for part in work.parts for each in part.attentions for name, _ in each.queries}
@@ -148,9 +149,9 @@ class _Memory:
         weights, trained = self._weights()
         ahead, shares = self._rounds_ahead(), self._state_shares()
         in_parts = (weights - trained + np.where(ahead, trained / shares, trained)).sum(0)
-        params = np.where(table.zero == 3, weights.sum(0) / over, in_parts)
+        params = np.where(table.zero == 3, (weights / over).sum(0), in_parts)
         optimizer = self.work.optimizer_bytes * (trained / shares).sum(0)
-        batch = self.work.batch_bytes / table.data
+        batch = self.work.batch_bytes / (table.data * self.split.sizes.get(EXPERT, 1))
         grads = np.where(self.scattered, trained / over, trained)
         # An old XLA keeps whole what branches of stages add up, though they give it a device's part alone.
         staged = np.where(self.is_old & (table.zero < 3), trained, grads)
@@ -206,7 +207,8 @@ class _Memory:
         found = np.zeros_like(grads)
         for at in self.stacks:
             size = sum(4.0 * each.elements for each in self.split.weights[at] if _is_turned(each))
-            found[at] = np.where(self.table.zero == 3, self.work.parts[at].repeats * size / self._zero_shares(), 0.0)
+            mine = self.work.parts[at].repeats * size / self._zero_shares()[at]
+            found[at] = np.where(self.table.zero == 3, mine, 0.0)
         return grads * (self._repeats() > 1) if self.is_grid else found
 
     def _looked_up(self) -> np.ndarray:
@@ -321,10 +323,22 @@ class _Memory:
         return sizes * np.asarray(shares)[:, None]
 
     def _zero_shares(self) -> np.ndarray:
-        """Among how many devices ZeRO shares out a parameter."""
+        """By part and plan, among how many devices ZeRO shares out a parameter: of experts that devices with other
+        examples have others of, among those with the same, which makes fewer for a part's weights on the whole."""
         inner = self.split.sizes.get(SEQUENCE, 1) * self.split.sizes.get(DEPTH, 1)
         grouped = self.table.zero_group < self.table.data
-        return np.where(grouped, self.table.zero_group, self.table.data * inner)
+        found = np.where(grouped, self.table.zero_group, self.table.data * inner)
+        return found * self._alike()[:, None]
+
+    def _alike(self) -> np.ndarray:
+        """By part, among how many devices with different experts ZeRO shares out what a device has of its weights: all
+        of them, or none where it is experts."""
+        size, found = self.split.sizes.get(EXPERT, 1), np.ones(len(self.work.parts))
+        for at, held in enumerate(self.split.weights):
+            every = sum(each.elements for each in held)
+            own = sum(each.elements for each in held if EXPERT not in each.sums)
+            found[at] = size * every / max(1, every + (size - 1) * own)
+        return found
 
     def _rows(self) -> _Rows:
         """How layers lie on stages; without a pipeline one stage has all of them."""

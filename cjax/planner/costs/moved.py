@@ -31,14 +31,16 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from cjax.mesh import DATA, DEPTH, PIPE, SEQUENCE, ZERO
+from cjax.mesh import DATA, DEPTH, EXPERT, PIPE, SEQUENCE, ZERO
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.pipelines import Ticks, ticks, turns
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
-from cjax.planner.work import BATCH, AxisMove, HeldWeight, Part, Weight, Work, WorkSplit, elements
+from cjax.planner.work import BATCH, AxisMove, Dims, HeldWeight, Part, Weight, Work, WorkSplit, elements
 from cjax.sharding.layout.zero import SMALLEST
 
 Bytes = dict[str, np.ndarray]  # by mesh axes, as `data+sequence`
+# Axes of a split along which weights that they don't split are alike: gradients are added up, and ZeRO shares out.
+WITH_DATA = (EXPERT, SEQUENCE, DEPTH)
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,11 @@ def moved(work: Work, split: WorkSplit, table: PlanTable) -> Moved:
         for axes, amount in getattr(of_weights, purpose).items():
             _add(getattr(found, purpose), axes.split("+"), amount[places])
     return found
+
+
+def splits_examples(split: WorkSplit) -> bool:
+    """Whether devices that share a batch meet inside the model, so that none adds up micro-batches of its own."""
+    return any(split.sizes.get(axis, 1) > 1 for axis in (SEQUENCE, EXPERT))
 
 
 @dataclass(frozen=True)
@@ -176,18 +183,32 @@ def _of_all(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half: 
             if sent is None:
                 continue
             times = part.repeats * (forward * np.where(again & product.is_remade, 2, 1) + backward)
-            _of_examples(found, table, split.local(sent) * half * times)
+            _of_examples(found, split, table, whole_of(split, sent) * half * times)
         for value, has_gradient in part.told:
             # A layer that is made again for its backward pass keeps them until then.
             times = part.repeats * value.times * (forward + (1 + has_gradient) * backward)
             size = half if value.is_computed else value.itemsize
-            _of_examples(found, table, split.local(value.dims) * size * times)
+            _of_examples(found, split, table, whole_of(split, value.dims) * size * times)
 
 
-def _of_examples(found: Moved, table: PlanTable, whole: np.ndarray) -> None:
-    amount, grouped = _share(table.data) * whole, (table.zero_group > 1) & (table.zero_group < table.data)
-    _add(found.rows, (DATA,), amount * ~grouped)
+def _of_examples(found: Moved, split: WorkSplit, table: PlanTable, whole: np.ndarray) -> None:
+    amount, grouped = _share(table.data * split.sizes.get(EXPERT, 1)) * whole, _is_grouped(table)
+    others = (EXPERT,) if EXPERT in split.sizes else ()
+    alone = (table.data == 1) & bool(others)
+    _add(found.rows, (DATA, *others), amount * ~grouped * ~alone)
+    _add(found.rows, others, amount * alone)
     _add(found.rows, (DATA, ZERO), amount * grouped)
+
+
+def _is_grouped(table: PlanTable) -> np.ndarray:
+    """Whether ZeRO works in groups of the devices that share the batch."""
+    return (table.zero_group > 1) & (table.zero_group < table.data)
+
+
+def whole_of(split: WorkSplit, dims: Dims) -> float:
+    """Elements of a value that all devices with examples have gathered; a split cuts what examples have among those
+    with different experts."""
+    return split.local(dims) * (split.sizes.get(EXPERT, 1) if any(name == BATCH for name, _ in dims) else 1)
 
 
 @dataclass(frozen=True)
@@ -230,12 +251,12 @@ def _cases(
     held: HeldWeight, split: WorkSplit, table: PlanTable, layers: np.ndarray, passes: np.ndarray, is_layer: bool
 ) -> Iterator[_Case]:
     """The cases of a table, for one weight."""
-    inside = tuple(a for a in held.sums if a in (SEQUENCE, DEPTH))
+    inside = tuple(a for a in held.sums if a in WITH_DATA)
     others = tuple(a for a in held.sums if a not in inside)
     more = math.prod(split.sizes[a] for a in inside)
     every = table.data * more * math.prod(split.sizes[a] for a in others)
-    waits = (table.microbatches > 1) & (table.zero < 3) & (table.data > 1) & (split.sizes.get(SEQUENCE, 1) == 1)
-    grouped = (table.zero_group > 1) & (table.zero_group < table.data)
+    waits = (table.microbatches > 1) & (table.zero < 3) & (table.data > 1) & (not splits_examples(split))
+    grouped = _is_grouped(table)
     zero = np.where(table.zero > 0, np.where(grouped, table.zero_group, table.data * more), 1)
     staged = (table.pipeline > 1) & (not is_layer)
     # Stages share out what they all have if some dim of it divides among them, and among ZeRO's devices.
@@ -440,7 +461,7 @@ def _weights(work: Work, split: WorkSplit) -> list[Sequence[tuple[Weight, HeldWe
         return [
             list(zip(part.weights, held, strict=True)) for part, held in zip(work.parts, split.weights, strict=True)
         ]
-    sums = tuple(a for a in (SEQUENCE, DEPTH) if split.sizes.get(a, 1) > 1)
+    sums = tuple(a for a in WITH_DATA if split.sizes.get(a, 1) > 1)
     return [
         [(weight, HeldWeight((math.ceil(split.local(weight.dims)),), (1,), sums)) for weight in part.weights]
         for part in work.parts

@@ -4,7 +4,8 @@ A product whose operands are split along what it sums over gives parts of a sum:
 that makes a split dim gives its activation's gradient in parts: all-reduced in the backward pass, once for all products
 that read the same activation. A lookup in a split table, and a
 reduction over a split dim, add up what devices find; a value that is repeated along a split dim gets its gradient from
-all of them.
+all of them. What is sent to experts that data-parallel devices share out, and what comes back, is exchanged in both
+passes; along that axis examples differ, so that nothing else is summed but gradients of weights.
 """
 
 import functools
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from jax.sharding import PartitionSpec
 
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
-from cjax.mesh import SEQUENCE, TENSOR
+from cjax.mesh import EXPERT, SEQUENCE, TENSOR
 from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.attended import held_by_leaf, of_few_heads, over_positions, ring_of, turned
 from cjax.planner.reading.derived import Derived, derived
@@ -29,6 +30,7 @@ from cjax.sharding.layout.grid import Grid, crosses
 from cjax.sharding.layout.late import Late, LateSums
 from cjax.sharding.layout.spreads import Spreads, weight_at
 from cjax.sharding.place.concatenated import neighbours_of
+from cjax.sharding.place.exchanged import Sends
 from cjax.sharding.place.order import Order
 from cjax.sharding.products.lookup import is_lookup
 from cjax.sharding.products.matmul import Spread
@@ -157,6 +159,7 @@ class Moves:
         if id(eqn) in self._late:
             yield from self._summed_late(step, eqn, self._late[id(eqn)], body, at)
             return
+        self._exchanged(step, eqn, body)
         how, facts = operands_of(eqn, scope), facts_of(eqn)
         if how is not None:
             summed = self._summed(eqn, scope, how.inner)
@@ -179,6 +182,16 @@ class Moves:
                 self._reduced(out, scope, summed, body.times, wide=True)
         elif goes_by_element(eqn) or name_of(eqn) == "broadcast_in_dim":
             yield from self._gradients(step, eqn.invars, eqn.outvars[0], at, False)
+
+    def _exchanged(self, step: Operation, eqn: Equation, body: Body) -> None:
+        """What goes to experts and comes back from them, in both passes."""
+        sends, scope = Sends(self.placed.trace.dims, self.placed.layout), step.scope
+        values = [(eqn.invars[at], step.reads[at]) for at in sends.fetched(eqn, scope)]
+        values += [(eqn.outvars[at], step.writes[at]) for at in sends.sent(eqn, scope)]
+        for atom, node in values:
+            for forward in (True, False) if node is not None and self._has_gradient(node) else (True,):
+                held = self.placed.local(atom, scope)
+                self._add("all-to-all", (EXPERT,), held, body.times, forward=forward)
 
     def _leaves_turned(self, step: Operation, attention: Attention, times: int) -> None:
         """Biases and masks of a ring with an order of its own: put in it in both passes, and the gradient back."""
@@ -349,7 +362,8 @@ class Moves:
         """A result that devices have parts of is added up; along axes that split it, each keeps its own."""
         out, remade = made.var, made in self._derived.needed
         of_out = self.placed.axes(out, scope)
-        kept, whole = frozenset(axes) & of_out, frozenset(axes) - of_out
+        axes = frozenset(axes) - {EXPERT}  # as over copies of the model: scalars alone
+        kept, whole = axes & of_out, axes - of_out
         local = self.placed.local(out, scope)
         if kept:
             self._add(
@@ -382,7 +396,7 @@ class Moves:
                     self._add("all-gather", own, held, 1, forward=False, of_weights=True)
                 self._sum(atom, scope, axes - own)
                 continue
-            if axes:
+            if axes := axes - {EXPERT}:
                 yield index, _Partial(axes, self.placed.local(atom, scope), at, is_product)
 
     def _of_all(self, node: Spot, atom: Var, scope: Scope, axes: frozenset[str]) -> None:

@@ -1,10 +1,10 @@
-"""What the tensor and sequence words of a plan make of a work: where dims go, what a device holds, what it receives."""
+"""What the tensor, sequence and expert words of a plan make of a work: where dims go, what a device holds and receives."""
 
 import math
 from collections.abc import Collection
 from dataclasses import replace
 
-from cjax.mesh import DATA, SEQUENCE
+from cjax.mesh import DATA, EXPERT, SEQUENCE
 from cjax.plan import Plan
 from cjax.planner.reading.derived import learned_of
 from cjax.planner.reading.moves import Moves
@@ -49,6 +49,7 @@ class Splits:
         key = (
             plan.tensor,
             plan.sequence,
+            plan.expert,
             _keeps_order(plan),
             tuple(sorted((name, str(axes)) for name, axes in plan.rules.items())),
         )
@@ -63,7 +64,8 @@ class Splits:
         return found
 
     def _split(self, plan: Plan) -> WorkSplit:
-        sizes = {DATA: 1} | ({SEQUENCE: plan.sequence.size} if plan.sequence.size > 1 else {})
+        sizes = {DATA: 1} | ({EXPERT: plan.expert} if plan.expert > 1 else {})
+        sizes |= {SEQUENCE: plan.sequence.size} if plan.sequence.size > 1 else {}
         sizes |= plan.tensor.axis_sizes()
         layout = make_layout(self._trace, sizes, plan.rules, sequence=plan.sequence)
         placed = PlacedTrace(self._trace, layout)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from jax.sharding import PartitionSpec
 
-from cjax.mesh import BATCH_AXES, PIPE, SEQUENCE, TENSOR
+from cjax.mesh import BATCH_AXES, EXPERT, PIPE, SEQUENCE, TENSOR
 from cjax.plan import Axes
 from cjax.plan import Sequence as SequencePlan
 from cjax.sharding.layout import grid as grids
@@ -18,6 +18,7 @@ from cjax.sharding.layout.grid import Grid
 from cjax.sharding.layout.kept import kept_whole
 from cjax.sharding.layout.one_d import choose, scorers, whole_heads
 from cjax.sharding.layout.rows import rows_of_all
+from cjax.sharding.layout.shared import features_of, shared_experts
 from cjax.sharding.storage.storage import as_spec, filled_up
 from cjax.trace.attention.positions import positions
 from cjax.trace.jaxpr.groups import variables
@@ -41,14 +42,22 @@ class Layout:
     positions: frozenset[int] = frozenset()  # classes of positions that a sequence is split by
     rows: frozenset[int] = frozenset()  # classes of rows that are no example's, which the batch's axes split
     scores: frozenset[int] = frozenset()  # weights, by leaf, that score experts: whole, and so are the scores
+    experts: frozenset[int] = frozenset()  # classes of experts that data-parallel devices share out
+    features: frozenset[int] = frozenset()  # classes of dims that such an expert multiplies or makes
 
-    def spec(self, classes: Sequence[int], shape: Sequence[int]) -> PartitionSpec:
-        """The placement of a tensor with these classes. An axis serves one dim; dims too small for it stay whole."""
+    def spec(self, classes: Sequence[int], shape: Sequence[int], at_home: bool = False) -> PartitionSpec:
+        """The placement of a tensor with these classes. An axis serves one dim; dims too small for it stay whole.
+
+        `at_home`: of what is where the examples are, whatever it has of experts that are shared out.
+        """
+        if at_home or self.features.isdisjoint(classes) and self.rows.isdisjoint(classes):
+            classes = [-1 if c in self.experts else c for c in classes]
         used: set[str] = set()
         entries: list[tuple[str, ...]] = [()] * len(classes)
         # The batch comes after features, and after rows that all examples make: of an axis that features are on, it
-        # takes the partner. Positions take what is left.
-        for d in sorted(range(len(classes)), key=lambda d: (classes[d] in self.positions, classes[d] == self.batch)):
+        # takes the partner. Positions take what is left. Experts come before rows, which take the other axes.
+        order = [(c in self.positions, c == self.batch, c not in self.experts) for c in classes]
+        for d in sorted(range(len(classes)), key=order.__getitem__):
             c, size = classes[d], shape[d]
             axes = self.axes_of.get(c, ())
             if c == self.batch and self.grid is not None:
@@ -97,6 +106,11 @@ def make_layout(
         axes_of[trace.batch_class] = batch_axes
     ruled = _rules(trace, axis_sizes, rules)
     taken = set(ruled) | set(axes_of)
+    shared, told = list[int](), list[str]()
+    if axis_sizes.get(EXPERT, 1) > 1:
+        shared, told = shared_experts(trace, axis_sizes[EXPERT], taken)
+        axes_of.update(dict.fromkeys(shared, (EXPERT,)))
+        taken |= {*shared}
     if grid is not None:
         found, notes = grids.assign(trace, grid, taken)
         axes_of.update({c: (axis,) for c, axis in found.items()})
@@ -109,6 +123,7 @@ def make_layout(
         size = axis_sizes.get(TENSOR, 1)
         split, notes = choose(trace, size, taken, str(size)) if size > 1 else ([], [])
         axes_of.update({c: (TENSOR,) for c in split})
+    notes += told
     name = grid.mode if grid else str(size)
     nothing = (size > 1 or grid) and not split and not any(set(axes) - set(BATCH_AXES) for axes in ruled.values())
     if nothing:
@@ -124,10 +139,10 @@ def make_layout(
     notes += why
     whole = frozenset((c, n) for c in axes_of for n in whole_heads(trace, c, size))
     weights = _grid_weights(trace, grid, axes_of) if grid is not None else {}
-    scores = scorers(trace, [] if grid else [c for c in split if c not in ruled])
+    scores = scorers(trace, [] if grid else [*(c for c in split if c not in ruled), *shared])
     layout = Layout(
         axes_of, dict(axis_sizes), tuple(notes), whole, trace.batch_class, grid, weights, frozenset(places),
-        frozenset(rows), scores,
+        frozenset(rows), scores, frozenset(shared), features_of(trace, shared),
     )  # fmt: skip
     if size == 1 or nothing:
         return layout

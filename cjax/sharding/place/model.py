@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.mesh import DATA, DEPTH, PIPE, SEQUENCE, ZERO
+from cjax.mesh import DATA, DEPTH, EXPERT, PIPE, SEQUENCE, ZERO
 from cjax.plan import Plan
 from cjax.sharding.attention.kernel import kernel_for
 from cjax.sharding.layout.layout import Layout, make_layout
@@ -87,13 +87,16 @@ def store_model(
     layout = make_layout(trace, axis_sizes, plan.rules, sequence=plan.sequence)
     weights = [*trace.leaves_of("params"), *trace.leaves_of("frozen")]
     used = tuple(_in_rows(i, layout.weight_spec(i, trace.classes_of(i), trace.leaves[i].shape), rows) for i in weights)
-    axes = (ZERO,) if axis_sizes.get(ZERO, 1) > 1 else (DATA, *(a for a in (SEQUENCE, DEPTH) if a in axis_sizes))
+    others = tuple(a for a in (EXPERT, SEQUENCE, DEPTH) if a in axis_sizes)
+    axes = (ZERO,) if axis_sizes.get(ZERO, 1) > 1 else (DATA, *others)
     axes = tuple(a for a in axes if axis_sizes.get(a, 1) > 1 and plan.zero_stage)
     layer_dims = {trace.dims.class_of(d) for d in trace.dims.layers}
     in_layers = {leaf for group, found in rows.items() if found for leaf in group}
 
     def split(leaf: int, spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
         shape, classes = trace.leaves[leaf].shape, trace.classes_of(leaf)
+        used = {a for entry in spec for a in axes_of_entry(entry)}
+        axes = tuple(a for a in axes if a not in used)  # without that along which experts are shared out
         lead = next((k for k, c in enumerate(classes) if c not in layer_dims), len(classes))
         # The layers of the author's own stack stay together: a loop over a split dim would gather at each turn.
         inner = shard_over(PartitionSpec(*spec[lead:]), shape[lead:], axes, axis_sizes)

@@ -29,6 +29,7 @@ from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
 from cjax.sharding.place.arranged import arranged
 from cjax.sharding.place.concatenated import concatenate, neighbours_of
 from cjax.sharding.place.copies import Copies
+from cjax.sharding.place.exchanged import Exchanges, Sends
 from cjax.sharding.place.filled import Filled
 from cjax.sharding.place.for_gpus import hands_on_rows, make_again, remade
 from cjax.sharding.place.grid_products import GridProducts
@@ -113,6 +114,7 @@ class Placer(Hooks):
         self.gathered: dict[int, jax.Array] = {}  # by the first leaf of a stack that layers have gathered
         self._arranged = arranged(trace) if mesh.shape.keys() - BATCH_AXES else frozenset[Var]()
         self._late = LateSums(trace.dims, layout)
+        self._exchanges = Exchanges(Sends(trace.dims, layout), self.constrain, remat == "none")
         self._partial = PartialProducts(trace.dims, layout, mesh, abreast)
         self._joint = JointProducts(trace, layout, self._lowering, waits)
         self._merged = MergedProducts(mesh, self._lowering.low if self._lowering else None)
@@ -201,7 +203,7 @@ class Placer(Hooks):
         if indexed is not None:
             return indexed
         found = self.lookups.find(eqn, ins, scope, self._indexed)
-        ins = self._joint.read(eqn, ins) if alone else ins
+        ins = self._exchanges.fetched(eqn, self._joint.read(eqn, ins) if alone else ins, scope)
         given, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
         is_copied = any(map(self.copies.has, ins))
         if found is None:
@@ -224,6 +226,7 @@ class Placer(Hooks):
         if id(eqn) in self._with_bias:
             outs = [keep_sum(outs[0], ins, self._remat)]
         if name_of(eqn) in PINNED or self._meets_rows(eqn, scope):
+            outs = self._exchanges.sent(eqn, outs, scope)
             outs = [self._pin(var, out, scope, eqn) for var, out in zip(eqn.outvars, outs, strict=True)]
         elif eqn.outvars[0] in self._arranged:
             outs = [self.constrain(outs[0], self.spec_of_batch(eqn.outvars[0], scope))]

@@ -1,0 +1,100 @@
+"""What is sent to experts that data-parallel devices share out, and what comes back: exchanged, and nothing else.
+
+A product of examples and of who is sent where has experts in its result, and is made where the examples are. Asked for
+where the experts are, XLA would gather one operand for it and compute there. Asked for at home first and with the
+experts then, it sends what was made: an all-to-all. Back from the experts it is the same, before anything reads it.
+Both are saved for the backward pass as they arrive, where layers save what products make: else they would be sent once
+more.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from cjax.jax_compat.core import Atom, Equation, Literal
+from cjax.mesh import EXPERT
+from cjax.sharding.layout.layout import Layout
+from cjax.sharding.place.saved import saved
+from cjax.sharding.storage.storage import axes_of_entry
+from cjax.trace.dims.find import Dims, Scope
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
+
+_MEET = having("product") | named("gather")  # where examples and those who are sent somewhere meet
+
+
+class Sends:
+    """Which values go to experts or come back from them, by the equations that make or read them."""
+
+    def __init__(self, dims: Dims, layout: Layout) -> None:
+        self._dims, self._layout = dims, layout
+
+    def sent(self, eqn: Equation, scope: Scope) -> list[int]:
+        """Results of an equation that are made where the examples are, and sent to the experts."""
+        return self._sent(eqn, eqn.outvars, scope)
+
+    def fetched(self, eqn: Equation, scope: Scope) -> list[int]:
+        """Operands of an equation that experts have made, and that are read where the examples are."""
+        return self._sent(eqn, eqn.invars, scope)
+
+    def spec(self, var: Atom, scope: Scope, at_home: bool) -> PartitionSpec:
+        """The placement of such a value, with the examples or with the experts."""
+        return self._layout.spec(self._dims.of(var, scope), var.aval.shape, at_home)
+
+    def _sent(self, eqn: Equation, atoms: Sequence[Atom], scope: Scope) -> list[int]:
+        if not self._layout.experts or not (name_of(eqn) in _MEET or facts_of(eqn).scatter):
+            return []
+        if any(self._is_weight(atom, scope) for atom in eqn.invars):
+            return []  # the experts' own work
+        return [at for at, atom in enumerate(atoms) if self._has_a_home(atom, scope)]
+
+    def _is_weight(self, atom: Atom, scope: Scope) -> bool:
+        leaf = None if isinstance(atom, Literal) else scope.origin.get(atom)
+        return leaf is not None and leaf not in self._layout.scores and self._is_shared(atom, scope)
+
+    def _has_a_home(self, atom: Atom, scope: Scope) -> bool:
+        """Whether a value with experts is some of each example's. What all examples make together is no example's."""
+        classes = () if isinstance(atom, Literal) else self._dims.of(atom, scope)
+        is_of_all = not self._layout.rows.isdisjoint(classes)
+        return self._layout.batch in classes and not is_of_all and self._is_shared(atom, scope)
+
+    def _is_shared(self, atom: Atom, scope: Scope) -> bool:
+        """Whether experts split a value."""
+        if isinstance(atom, Literal):
+            return False
+        entries = zip(self._dims.of(atom, scope), self.spec(atom, scope, at_home=False), strict=True)
+        return any(c in self._layout.experts and EXPERT in axes_of_entry(entry) for c, entry in entries)
+
+
+class Exchanges:
+    """Sends and fetches such values.
+
+    Args:
+      sends: which.
+      constrain: places a value.
+      saves: whether what arrives is saved for the backward pass.
+    """
+
+    def __init__(self, sends: Sends, constrain: Callable[[jax.Array, PartitionSpec], jax.Array], saves: bool) -> None:
+        self._sends, self._constrain, self._saves = sends, constrain, saves
+
+    def fetched(self, eqn: Equation, ins: Sequence[Any], scope: Scope) -> list[Any]:
+        """What an equation reads, of it what experts have made as it comes back."""
+        found = list(ins)
+        for at in self._sends.fetched(eqn, scope):
+            found[at] = self._arrived(ins[at], self._sends.spec(eqn.invars[at], scope, at_home=True))
+        return found
+
+    def sent(self, eqn: Equation, outs: Sequence[Any], scope: Scope) -> list[Any]:
+        """What an equation makes, of it what goes to experts as it arrives."""
+        found = list(outs)
+        for at in self._sends.sent(eqn, scope):
+            home, away = (self._sends.spec(eqn.outvars[at], scope, at_home) for at_home in (True, False))
+            found[at] = self._arrived(self._constrain(outs[at], home), away)
+        return found
+
+    def _arrived(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
+        value = self._constrain(value, spec)
+        # JAX rounds what is saved, by an operation of its own, of whose result XLA would choose the placement.
+        return self._constrain(saved(value), spec) if self._saves else value
