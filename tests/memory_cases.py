@@ -306,6 +306,10 @@ def _cases() -> list[Case]:
             "zero=1 precision=bfloat16 remat=block", "zero=3 precision=bfloat16 remat=block",
             "pipeline=1f1b:4 microbatches=8 precision=bfloat16", "zero=2 microbatches=4 precision=bfloat16",
             "data=2 tensor=2 zero=1 precision=bfloat16",
+            "expert=4 precision=bfloat16", "expert=2 zero=1 precision=bfloat16 remat=block",
+            "expert=2 zero=3 precision=bfloat16", "expert=4 zero=2 microbatches=4 precision=bfloat16",
+            "data=2 expert=2 tensor=2 zero=1 precision=bfloat16",
+            "expert=2 pipeline=1f1b:2 microbatches=8 precision=bfloat16",
         ]),
         ("gpt3-175b b64", lambda: gpt("gpt3-175b", 64, 2048), "h100:64", [
             "pipeline=1f1b:8 microbatches=32 tensor=8 precision=bfloat16 remat=dots",

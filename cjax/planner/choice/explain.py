@@ -90,6 +90,7 @@ def _alternative(question: Question, space: Space, chosen: Scored, other: Plan, 
         return Alternative(word, None, first_line(scored))
     kept = [each for each in ("microbatches", "zero") if each != name and getattr(legal, each) != getattr(other, each)]
     # What was changed along with the word itself is told too.
+    kept += ["expert"] if name != "expert" and other.expert != chosen.plan.expert else []
     kept += ["microbatches"] if name == "overlap" and other.microbatches != chosen.plan.microbatches else []
     return Alternative(word, scored, difference(chosen, scored), tuple(_word(legal, each) for each in kept))
 
@@ -168,8 +169,11 @@ def _with(plan: Plan, **words: object) -> Plan:
     """`plan` with other words, and as many copies as the same devices make; without ZeRO's group."""
     group = replace(plan.zero, group=None)
     overlap = 1 if "pipeline" in words else plan.overlap  # stages decide themselves what runs when
-    found = replace(plan, **{"data": -1, "zero": group, "overlap": overlap, **words})
-    return found.resolve(plan.num_devices)
+    found = replace(plan, **{"data": -1, "zero": group, "overlap": overlap, "expert": 1, **words})
+    found = found.resolve(plan.num_devices)
+    # As many share out experts as before, or as there are left.
+    kept = math.gcd(plan.expert, found.data) if found.tensor.mode == "1d" else 1
+    return found if "expert" in words else replace(found, expert=kept)
 
 
 def _tensors(plan: Plan) -> list[Tensor]:

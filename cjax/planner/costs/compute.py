@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cjax.mesh import EXPERT
 from cjax.planner.costs.calibration import Calibration
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
@@ -148,24 +149,37 @@ class Computing:
     def _product(self, product: MatmulWork) -> tuple[Pass, Pass]:
         # An axis that splits two dims of a product splits it once: between products, positions or features may be where
         # weights are, too, but they are gathered for it.
-        outer, inner, rows, batch = self._apart(product.outer, product.inner, product.rows, product.batch)
+        groups = product.outer, product.inner, product.rows, product.batch
+        outer, inner, rows, batch = self._apart(*groups, order=self._order(product))
         there = self._matmul(batch, rows, inner, outer)
         back = self._matmul(batch, rows, outer, inner) + self._matmul(batch, inner, rows, outer)
         return there * product.times, back * product.times
 
-    def _apart(self, *groups: Dims) -> list[np.ndarray]:
-        """Of each of these dims what a device has, where an axis serves the first that it splits."""
-        found, before = [], ()
+    def _order(self, product: MatmulWork) -> list[int]:
+        """In which order a product's dims are served by axes. Along that of experts which are shared out, their own
+        products have other experts, and all others other examples."""
+        groups = product.outer, product.inner, product.rows, product.batch
+        order = list(range(len(groups)))
+        if EXPERT not in self._split.sizes:
+            return order
+        if product.is_weight:
+            return order[::-1]
+        return sorted(order, key=lambda at: BATCH not in {name for name, _ in groups[at]})
+
+    def _apart(self, *groups: Dims, order: Sequence[int]) -> list[np.ndarray]:
+        """Of each of these dims what a device has, where an axis serves the first that it splits, in this order."""
+        found, before = dict[int, np.ndarray](), ()
         # Of the batch, whatever else there is; of what it makes together only where none of it is.
         names = [{name for name, _ in dims} for dims in groups]
         cut = BATCH if any(BATCH in some for some in names) else ROWS
         first = next((at for at, some in enumerate(names) if cut in some), None)
-        for at, dims in enumerate(groups):
+        for at in order:
+            dims = groups[at]
             share = self._shares(dims) if at == first else 1.0
             held = self._split.local((*before, *dims)) / self._split.local(before)
-            found.append(np.maximum(held / share, 1.0) * np.ones_like(self._share))
+            found[at] = np.maximum(held / share, 1.0) * np.ones_like(self._share)
             before = (*before, *dims)
-        return found
+        return [found[at] for at in range(len(groups))]
 
     def _matmul(self, batch: np.ndarray, rows: np.ndarray, inner: np.ndarray, outer: np.ndarray) -> Pass:
         """[batch, rows, inner] x [batch, inner, outer]."""

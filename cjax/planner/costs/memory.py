@@ -202,12 +202,14 @@ class _Memory:
 
     def _turned(self, grads: np.ndarray) -> np.ndarray:
         """What stands of layers in a second order. ZeRO-3 gathers a stack's weights along the dim that it splits: where
-        that is not the first, what a device has of them is turned so that it is, for the whole step. In a grid
-        gradients are, in the order that the optimizer reads."""
+        that is not the first, what a device has of them is turned so that it is, for the whole step; of experts that are
+        shared out, gradients too. In a grid gradients are, in the order that the optimizer reads."""
         found = np.zeros_like(grads)
         for at in self.stacks:
-            size = sum(4.0 * each.elements for each in self.split.weights[at] if _is_turned(each))
-            mine = self.work.parts[at].repeats * size / self._zero_shares()[at]
+            turned = [each for each in self.split.weights[at] if _is_turned(each)]
+            own = [each for each in turned if EXPERT in self.split.sizes and EXPERT not in each.sums]
+            size, more = (4.0 * sum(each.elements for each in some) for some in (turned, own))
+            mine = self.work.parts[at].repeats * (size + more * (self.table.data > 1)) / self._zero_shares()[at]
             found[at] = np.where(self.table.zero == 3, mine, 0.0)
         return grads * (self._repeats() > 1) if self.is_grid else found
 
