@@ -73,6 +73,7 @@ COLOSSAL: tuple[dict[str, Any], ...] = (
     {"plugin": "GeminiPlugin", "precision": "bf16"},
     {"plugin": "TorchFSDPPlugin"},
     {"plugin": "HybridParallelPlugin", "tp_size": 2, "pp_size": 4, "num_microbatches": 16, "zero_stage": 1},
+    {"plugin": "MoeHybridParallelPlugin", "ep_size": 4, "tp_size": 2, "zero_stage": 1},
     {"tp_size": 4, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"},
     {"sp_size": 4, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"},
     {"sp_size": 4, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},

@@ -42,12 +42,19 @@ ELSEWHERE = {
     "num_layers_per_stage": "stages are balanced by cost",
     "inner_ring_size": "a ring is one ring",
     "extra_dp_size": "write the size of a ZeRO group instead, as in zero=3/8",
-    "ep_size": "no axis is for experts alone; tensor=N splits them, where there are N or more",
     "microbatch_size": "write num_microbatches, the batch divided by microbatch_size",
     "gradient_checkpoint_config": 'say what is recomputed: remat="block", or remat="dots"',
 }
 PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-PLUGIN_STAGES = {"gemini": 3, "torch_fsdp": 3, "low_level_zero": 1, "hybrid_parallel": 0, "3d": 0, "torch_ddp": 0}
+PLUGIN_STAGES = {
+    "gemini": 3,
+    "torch_fsdp": 3,
+    "low_level_zero": 1,
+    "hybrid_parallel": 0,
+    "moe_hybrid_parallel": 0,
+    "3d": 0,
+    "torch_ddp": 0,
+}
 SEQUENCE_MODES = {"split_gather": "gather", "ring": "gather", "all_to_all": "all_to_all", "ring_attn": "ring"}
 SCHEDULES = {"1f1b": "1f1b", "interleaved": "interleaved", "zbv": "zero_bubble"}
 
@@ -55,7 +62,7 @@ SCHEDULES = {"1f1b": "1f1b", "interleaved": "interleaved", "zbv": "zero_bubble"}
 def plan_text(given: Mapping[str, Any]) -> str:
     """The text of the plan that a Colossal-AI configuration asks for; see `Plan.from_colossal`."""
     config = _Config(given)
-    readers = (_data, _tensor, _sequence, _pipeline, _microbatches, _zero, _precision, _reduce, _remat)
+    readers = (_data, _tensor, _sequence, _pipeline, _expert, _microbatches, _zero, _precision, _reduce, _remat)
     words = [reader(config) for reader in readers]
     config.finish()
     return " ".join(word for word in words if word)
@@ -166,6 +173,11 @@ def _pipeline(config: _Config) -> str:
     if size == 1 and (style, chunks) != ("1f1b", 1):
         config.notes.append(f"pp_style={style!r} with {chunks} chunks does nothing on one stage")
     return f"pipeline={schedule}:{size}" + (f"/{chunks}" if chunks > 1 else "") if size > 1 and schedule else ""
+
+
+def _expert(config: _Config) -> str:
+    size = config.number("ep_size")
+    return f"expert={size}" if size > 1 else ""
 
 
 def _microbatches(config: _Config) -> str:

@@ -377,12 +377,19 @@ class Plan:
 
     def _misfit(self, num_devices: int) -> str:
         """Why this plan can't run on exactly `num_devices` devices; empty when it can."""
+        if self.data % self.expert and self.data != -1:
+            divisors = [f"expert={n}" for n in range(2, self.data + 1) if self.data % n == 0]
+            return (
+                f"expert={self.expert} gives so many of the data-parallel devices different experts, and does not "
+                f"divide data={self.data}; " + (f"write {' or '.join(divisors)}" if divisors else "leave it out")
+            )
         sizes = {"data": self.data, "tensor": self.tensor.size, "sequence": self.sequence.size}
-        sizes |= {"pipeline": self.pipeline.size}
+        sizes |= {"pipeline": self.pipeline.size} | ({"expert": self.expert} if self.data == -1 else {})
         product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-        if self.data == -1 and num_devices % self.model_size:
-            needs = f"a multiple of {self.model_size} devices ({product})"
-            enough = max(1, round(num_devices / self.model_size)) * self.model_size
+        unit = self.model_size * self.expert
+        if self.data == -1 and num_devices % unit:
+            needs = f"a multiple of {unit} devices ({product})"
+            enough = max(1, round(num_devices / unit)) * unit
         elif self.data != -1 and self.data * self.model_size != num_devices:
             enough = self.data * self.model_size
             needs = f"{enough} devices ({product or 'data 1'})"
@@ -400,12 +407,6 @@ class Plan:
         return f"plan {str(self)!r} needs {needs}, and {here}. Any of these works:\n" + "\n".join(lines)
 
     def _group_misfit(self, data: int) -> str:
-        if data % self.expert:
-            sizes = [f"expert={n}" for n in range(2, data + 1) if data % n == 0]
-            return (
-                f"expert={self.expert} gives so many of the data-parallel devices different experts, and does not divide "
-                f"data={data}; " + (f"write {' or '.join(sizes)}" if sizes else "leave it out")
-            )
         group = self.zero.group
         if group is None or data % group == 0:
             return ""
@@ -416,15 +417,18 @@ class Plan:
     def _nearest(self, num_devices: int) -> list["Plan"]:
         """Up to two plans that do run on `num_devices`, each differing from this one in as little as can be."""
         found: list[Plan] = [replace(self, data=-1)]
+        divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
+        if self.expert > 1:
+            nearest = sorted(divisors, key=lambda size: abs(size - self.expert))
+            found += [replace(self, data=-1, expert=size) for size in nearest]
         for name in ("tensor", "sequence", "pipeline"):
             part = getattr(self, name)
-            divisors = [size for size in range(1, num_devices + 1) if num_devices % size == 0]
             for size in sorted(divisors, key=lambda size: abs(size - part.size)) if part.size > 1 else ():
                 try:
                     found.append(replace(self, **{"data": -1, name: replace(part, size=size)}))
                 except ValueError:  # no such arrangement of `size` devices; the next size may have one
                     continue
-        fitting = [plan for plan in dict.fromkeys(found) if num_devices % plan.model_size == 0]
+        fitting = [plan for plan in dict.fromkeys(found) if num_devices % (plan.model_size * plan.expert) == 0]
         return [plan for plan in fitting if not plan._group_misfit(num_devices // plan.model_size)][:2]
 
 

@@ -32,17 +32,19 @@ def plans(draw: st.DrawFn) -> Plan:
     sequences = [Sequence(draw(sizes), draw(st.sampled_from(["ring", "all_to_all"])))]
     if tensor.mode == "1d" and tensor.size > 1:
         sequences.append(Sequence(mode="gather"))
-    pipeline = draw(pipelines)
+    pipeline, zero = draw(pipelines), draw(zeros)
+    can_share = tensor.mode == "1d" and zero.group is None
     overlap = draw(st.integers(1, 4)) if pipeline.size == 1 else 1
     return Plan(
         data=draw(st.just(-1) | st.integers(1, 64)),
         tensor=tensor,
         sequence=draw(st.sampled_from(sequences)),
         pipeline=pipeline,
+        expert=draw(sizes) if can_share else 1,
         microbatches=overlap * draw(st.integers(1, 16)),
         overlap=overlap,
         loss=draw(st.sampled_from(["batch", "microbatch"])),
-        zero=draw(zeros),
+        zero=zero,
         precision=draw(st.sampled_from(["float32", "bfloat16", "float16"])),
         remat=draw(st.sampled_from(["none", "dots", "block"])),
         unroll=draw(st.sampled_from(["auto", "none", "layers"][: 3 if pipeline.size == 1 else 2])),
@@ -72,7 +74,9 @@ def test_resolved_plans_multiply_up(plan: Plan, num_devices: int) -> None:
         product = (1 if plan.data == -1 else plan.data) * plan.model_size
         data, rest = divmod(num_devices, plan.model_size)
         group = plan.zero.group or 1
-        assert rest or data % group or (plan.data != -1 and product != num_devices), "refused, yet it fits"
+        assert rest or data % group or data % plan.expert or (plan.data != -1 and product != num_devices), (
+            "refused, yet it fits"
+        )
     else:
         assert resolved.num_devices == math.prod(resolved.axis_sizes().values()) == num_devices
         assert replace(resolved, data=plan.data) == plan
@@ -104,6 +108,10 @@ def test_what_a_refusal_offers_works(plan: Plan, num_devices: int) -> None:
         ("data=2", 8, r"jax.devices\(\)\[:2\]"),
         ("zero=3/3", 8, "groups of 3, which don't divide data=8; write zero=3/2 or zero=3/4 or zero=3"),
         ("data=1 zero=1/8", 1, "groups of 8, which don't divide data=1; write zero=1"),
+        ("expert=3", 8, r'needs a multiple of 3 devices \(expert 3\), and 8 are here(.|\n)*plan="expert=2" '),
+        ("expert=4 tensor=2", 12, r"needs a multiple of 8 devices \(tensor 2 x expert 4\), and 12 are here"),
+        ("data=8 expert=3", 8, "expert=3 .* does not divide data=8; write expert=2 or expert=4 or expert=8"),
+        ("data=1 expert=2", 1, "expert=2 .* does not divide data=1; leave it out"),
     ],
 )
 def test_refusals_of_device_numbers(text: str, num_devices: int, message: str) -> None:
@@ -132,6 +140,8 @@ def test_shorthands_and_normal_forms() -> None:
         ("zero=3/8", 8, {"data": 8, "tensor": 1}),
         ("pipeline=gpipe:2 sequence=ring:2 tensor=2.5d:8/2", 32,
          {"pipe": 2, "data": 1, "sequence": 2, "depth": 2, "row": 2, "col": 2}),
+        ("expert=4 tensor=2 zero=1", 16, {"data": 2, "expert": 4, "tensor": 2}),
+        ("data=8 expert=8", 8, {"data": 1, "expert": 8, "tensor": 1}),
         ("tensor=3d:8 zero=1/2", 32, {"data": 2, "zero": 2, "i": 2, "j": 2, "k": 2}),
     ],
 )  # fmt: skip

@@ -202,8 +202,8 @@ class _Memory:
 
     def _turned(self, grads: np.ndarray) -> np.ndarray:
         """What stands of layers in a second order. ZeRO-3 gathers a stack's weights along the dim that it splits: where
-        that is not the first, what a device has of them is turned so that it is, for the whole step; of experts that are
-        shared out, gradients too. In a grid gradients are, in the order that the optimizer reads."""
+        that is not the first, what a device has of them is turned so that it is, for the whole step; of experts that
+        are shared out, gradients too. In a grid gradients are, in the order that the optimizer reads."""
         found = np.zeros_like(grads)
         for at in self.stacks:
             turned = [each for each in self.split.weights[at] if _is_turned(each)]

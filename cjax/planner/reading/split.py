@@ -1,4 +1,4 @@
-"""What the tensor, sequence and expert words of a plan make of a work: where dims go, what a device holds and receives."""
+"""What the tensor, sequence and expert words of a plan make of a work: where dims go, what devices hold and receive."""
 
 import math
 from collections.abc import Collection

@@ -41,7 +41,7 @@ def test_each_plan_is_there_once_resolved_and_in_the_same_order() -> None:
 
 def test_a_search_knows_every_word() -> None:
     """One that it does not know would be left out of the plan that it finds, though the user fixed it."""
-    assert {"tensor", "sequence", *CARRIED, *WALKED, *(set(COLUMNS) & set(NAMES))} == set(NAMES)
+    assert {"tensor", "sequence", "expert", *CARRIED, *WALKED, *(set(COLUMNS) & set(NAMES))} == set(NAMES)
 
 
 @pytest.mark.parametrize("word", ["layers", "none"])
@@ -103,6 +103,20 @@ def test_a_grid_needs_rows_and_heads_that_its_side_divides() -> None:
     assert {plan.tensor.size for plan in plans(8, heads=((6, 6),))} == {1, 2, 4, 8}  # 2x2, 2x2x2: the side is 2
     assert {plan.tensor.size for plan in plans(8, heads=((6, 6),)) if plan.tensor.mode == "1d"} == {1, 2}
     assert {plan.tensor.size for plan in plans(8, heads=((7, 7),))} == {1}
+
+
+def test_experts_are_shared_out_where_there_are_any_and_as_many_as_divide() -> None:
+    assert {plan.expert for plan in plans(8)} == {1}
+    some = plans(8, experts=(6, 12))
+    assert {plan.expert for plan in some} == {1, 2} and {plan.expert for plan in plans(8, experts=(8,))} == {1, 2, 4, 8}
+    shared = [plan for plan in some if plan.expert > 1]
+    assert {plan.tensor.mode for plan in shared} == {"1d"} and {plan.zero.group for plan in shared} == {None}
+    assert all(plan.data % 2 == 0 for plan in shared) and {plan.pipeline.size for plan in shared} >= {1, 2, 4}
+    assert {plan.tensor.size for plan in shared} == {1, 2, 4}
+    assert {plan.zero_stage for plan in shared if plan.data == 2} == {0, 1, 2, 3}, "state of all but the experts"
+    assert {plan.expert for plan in plans(8, "auto expert=3", experts=(6,))} == set()
+    assert {plan.expert for plan in plans(12, "auto expert=3", experts=(6,), num_rows=(48,))} == {3}
+    assert {plan.expert for plan in plans(8, splits_model=False, experts=(8,))} == {1}
 
 
 def test_split_positions_need_attentions_that_can_be_split_so() -> None:

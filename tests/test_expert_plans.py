@@ -1,0 +1,139 @@
+"""Mixtures of experts under plans that share experts out among data-parallel devices: as their authors train them, what
+a device holds, what is exchanged, and what is refused."""
+
+import math
+import os
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from contract import SUBJECTS, assert_trained_alike, begun, on_host, program_of, subject
+from mixtures import Grouped, Merged, MixtureDecoder
+from zoo import BATCH, TEXT, case, linen, next_token
+from zoo_linen import EMBED, SEQ
+
+import cjax
+from cjax.audit import audit
+from cjax.tree import leaf_names
+
+ALL = os.environ.get("CJAX_TEST_ALL") == "1"
+SUBJECTS |= {
+    "grouped": case("linen", linen(MixtureDecoder, Grouped), next_token, **TEXT, blocks=(2,)),
+    "merged": case("linen", linen(MixtureDecoder, Merged), next_token, **TEXT, blocks=(2,)),
+}
+PAIRS = [
+    ("grouped", "expert=4 tensor=2 zero=3 remat=block"),
+    ("merged", "expert=2 zero=1 microbatches=2"),
+    ("linen_moe_capacity", "expert=4 zero=2"),
+]
+MORE = [
+    *(("grouped", f"expert={size}{zero}") for size in (2, 4) for zero in ("", " zero=1", " zero=2", " zero=3")),
+    ("grouped", "expert=4 microbatches=2 zero=3"),
+    ("grouped", "expert=2 pipeline=1f1b:2 microbatches=4"),
+    ("grouped", "expert=4 pipeline=gpipe:2 microbatches=2 zero=1"),
+    ("grouped", "expert=2 sequence=ring:2"),
+    ("grouped", "expert=2 sequence=all_to_all:2 zero=1"),
+    ("grouped", "expert=2 tensor=2 sequence=gather"),
+    ("grouped", "expert=2 tensor=4"),
+    ("grouped", "expert=2 tensor=2 microbatches=4 overlap=2"),
+    ("grouped", "expert=4 remat=dots"),
+    ("grouped", "expert=4 unroll=layers"),
+    *(("merged", f"expert={size}") for size in (2, 4)),
+    ("merged", "expert=2 tensor=2 zero=2"),
+    ("merged", "expert=4 tensor=2 remat=block"),
+    ("linen_moe_capacity", "expert=2"),
+    ("linen_moe_capacity", "expert=4 tensor=2 zero=1"),
+    ("linen_moe_capacity", "expert=2 zero=3 remat=block"),
+    ("linen_moe_capacity", "expert=2 microbatches=2 loss=microbatch"),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), [*PAIRS, *MORE] if ALL else PAIRS)
+def test_trains_as_its_author_would(name: str, plan: str) -> None:
+    assert_trained_alike(name, plan)
+
+
+def is_expert(path: str) -> bool:
+    return bool(re.search(r"(Grouped|Merged)_\d/(up|down|bias)$", path))
+
+
+@pytest.mark.full("expert=2", "expert=4 zero=3")
+@pytest.mark.parametrize("plan", ["expert=2", "expert=4 zero=1", "expert=4 zero=3"])
+def test_a_device_has_its_experts_alone_and_zero_shares_out_the_rest(plan: str) -> None:
+    """Of experts, ZeRO's shares are those of the devices that have the same."""
+    program = program_of("grouped", plan, wide=False)
+    state, shapes = begun(program, "grouped", wide=False), subject("grouped", wide=False).captured.params_shape
+    expert = program.plan.expert
+    kinds = {True: 0, False: 0}
+    for path, leaf in zip(leaf_names(shapes), jax.tree.leaves(shapes), strict=True):
+        kinds[is_expert(path)] += math.prod(leaf.shape)
+
+    def held(stage: int) -> tuple[float, float]:
+        shares = program.plan.data if program.plan.zero_stage >= stage else 1
+        least = 4 * (kinds[True] / expert / max(1, shares // expert) + kinds[False] / shares)
+        return least, 1.1 * least  # some are too small to be shared out
+
+    def here(arrays: Any) -> int:
+        device = jax.devices()[0]
+        shards = [s for x in jax.tree.leaves(arrays) for s in x.addressable_shards if s.device == device]
+        return sum(s.data.nbytes for s in shards)
+
+    low, high = held(3)
+    assert low <= here(state._params) <= high
+    low, high = held(1)
+    assert 3 * low <= here(state._opt) <= 3 * high + 64, "two moments, and what the tests record"
+
+
+def exchanged(name: str, plan: str, **given: Any) -> list[tuple[int, float, tuple[str, ...]]]:
+    """How often, how many bytes, and along which axes: all that is exchanged in a step."""
+    program = cjax.parallelize(
+        MixtureDecoder({"grouped": Grouped, "merged": Merged}[name]), next_token, optax.sgd(0.1),
+        {"tokens": jax.ShapeDtypeStruct((BATCH, SEQ + 1), np.int32)}, plan, **given,
+    )  # fmt: skip
+    facts = audit(program.lower().compile(), program.mesh)
+    return [(each.count, each.bytes, each.axes) for each in facts.collectives if each.kind == "all-to-all"]
+
+
+@pytest.mark.full("merged-expert=2-4")
+@pytest.mark.parametrize(
+    ("name", "plan", "times"),
+    [("grouped", "expert=4", 4), ("merged", "expert=2", 4), ("grouped", "expert=4 remat=block", 6)],
+)
+def test_seats_are_exchanged_to_experts_and_back_in_both_passes(name: str, plan: str, times: int) -> None:
+    """And once more where a layer is made again; nothing else is, and each time a device sends all but its own."""
+    found = exchanged(name, plan)
+    size = int(re.search(r"expert=(\d)", plan)[1])  # pyright: ignore[reportOptionalSubscript]
+    seats = {"grouped": SEQ * 2 // 4, "merged": SEQ // 2}[name]
+    each = 4 * BATCH // 8 * 4 * seats * EMBED * (size - 1) / size  # float32, rows of a device, experts
+    assert {axes for _, _, axes in found} == {("expert",)}
+    assert sum(count * moved for count, moved, _ in found) == pytest.approx(2 * times * each)
+
+
+@pytest.mark.full
+def test_evaluates_batches_that_do_not_divide_and_takes_up_elsewhere() -> None:
+    batch = subject("grouped", wide=False).batches[0]
+    program, plain = (program_of("grouped", plan, wide=False) for plan in ("expert=4", "zero=3"))
+    state = begun(program, "grouped", wide=False)
+    part = jax.tree.map(lambda x: x[:3], batch)
+    given, wanted = program.evaluate(state, part), plain.evaluate(plain.restore(state), part)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), given, wanted)
+    there = plain.restore(program.step(state, batch)[0])
+    back = program.restore(there)
+    for one, other in zip(jax.tree.leaves(plain.params(there)), jax.tree.leaves(program.params(back)), strict=True):
+        np.testing.assert_array_equal(on_host(one), on_host(other))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "message"),
+    [
+        ("linen_decoder", "expert=2", "this model has none that it can: no product in it has a weight of its own"),
+        ("grouped", "expert=8", r"expert=8 can't share out 4 experts evenly. Write a size that divides them: 2, 4\."),
+        ("linen_moe_soft", "expert=2", "this model has none that it can"),
+    ],
+)
+def test_refused(name: str, plan: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        program_of(name, plan, wide=False)
