@@ -14,6 +14,8 @@ bytes that they read and write at 3.35 TB/s. Formulas, in the precision of the p
 whose tokens are of the whole batch (einsum, seats, choosing, sorted):
 
     data=n      each gradient all-reduced once
+    expert=n    likewise over the devices that have the same experts, and seats for tokens of an example exchanged four
+                times a layer
     zero=1, 2   each gradient scattered once, each parameter gathered once
     zero=3      likewise, and the parameters of layers gathered again for the backward pass
     zero=3/4    in groups of four: as zero=3 in each, and a device's part of each gradient all-reduced over both groups
@@ -80,6 +82,7 @@ from cjax.planner.hardware import hardware_of
 
 LAYERS, EMBED, HEADS, VOCAB, SEQ, ROWS, CHUNK, IMAGE = 4, 256, 8, 2048, 256, 16, 64, 224
 WIDE, LONG = 2048, 1024
+SEATS = 80  # of an expert, for tokens of an example
 SIZES: dict[str, Any] = dict(num_heads=HEADS, embed_dim=EMBED, mlp_dim=4 * EMBED, vocab_size=VOCAB, num_layers=LAYERS)
 WIDE_SIZES = SIZES | {"num_heads": 16, "embed_dim": WIDE, "mlp_dim": 4 * WIDE, "vocab_size": 50257}
 WIDE_PLANS = ("tensor=8", "tensor=8 microbatches=2 overlap=2", "zero=1")
@@ -133,7 +136,7 @@ class SentExperts(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        jnp, init, seats = jax.numpy, nn.initializers.lecun_normal(batch_axis=(0,)), 80
+        jnp, init, seats = jax.numpy, nn.initializers.lecun_normal(batch_axis=(0,)), SEATS
         up, gate = (self.param(name, init, (8, EMBED, 4 * EMBED)) for name in ("up", "gate"))
         down = self.param("down", init, (8, 4 * EMBED, EMBED))
         best, expert = jax.lax.top_k(jax.nn.softmax(nn.Dense(8, use_bias=False)(x)), 2)
@@ -313,6 +316,11 @@ def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float |
         return (
             2 * share * low * sum(times * case.shape[0] * length * case.embed for length, times in case.reduced.items())
         )
+    if found := re.fullmatch(r"data=8 expert=(\d)( precision=\w+)?", plan):
+        size, mine = int(found[1]), sum(size for path, size in params if re.search(r"/(up|gate|down)$", path))
+        seats = 4 * LAYERS * ROWS / 8 * 8 * SEATS * EMBED
+        reduced = share * (whole - mine) + (1 - size / 8) * mine / size
+        return low * (2 * reduced + (size - 1) / size * seats) if case is MODELS["sent"] else None
     if plan.startswith("data=8"):
         return 2 * share * low * whole
     if plan.startswith("zero=3/4"):

@@ -25,9 +25,9 @@ SUBJECTS |= {
     "merged": case("linen", linen(MixtureDecoder, Merged), next_token, **TEXT, blocks=(2,)),
 }
 PAIRS = [
+    ("linen_moe_capacity", "expert=4 zero=2"),
     ("grouped", "expert=4 tensor=2 zero=3 remat=block"),
     ("merged", "expert=2 zero=1 microbatches=2"),
-    ("linen_moe_capacity", "expert=4 zero=2"),
 ]
 MORE = [
     *(("grouped", f"expert={size}{zero}") for size in (2, 4) for zero in ("", " zero=1", " zero=2", " zero=3")),

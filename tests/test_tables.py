@@ -4,6 +4,7 @@ Each table covers the words that are its own; a kind of model need come in one o
 """
 
 import test_contract
+import test_expert_plans
 import test_fused_attention
 import test_pipeline_plans
 import test_sequence_plans
@@ -15,6 +16,7 @@ from plans import features
 TABLES = [
     (test_contract.test_trains_as_its_author_would, test_contract.exact_pairs()),
     (test_pipeline_plans.test_trains_as_its_author_would, test_pipeline_plans.pairs()),
+    (test_expert_plans.test_trains_as_its_author_would, test_expert_plans.PAIRS),
     (test_sequence_plans.test_trains_as_its_author_would, test_sequence_plans.PAIRS),
     (test_fused_attention.test_trains_as_its_author_would, [pair[:2] for pair in test_fused_attention.PAIRS]),
     (test_walks.test_trains_as_its_author_would, test_walks.PAIRS),
@@ -50,7 +52,7 @@ def test_every_word_is_trained_with_attention() -> None:
         "zero=1", "zero=2", "zero=3", "zero=1/4", "zero=3/4", "tensor=2", "tensor=4", "tensor=8", "tensor=2d:4",
         "tensor=2.5d:8/2", "tensor=3d:8", "sequence=ring:4", "sequence=all_to_all:2", "sequence=gather", "microbatches",
         "remat=block", "remat=dots", "overlap=2", "pipeline=gpipe:2", "pipeline=1f1b:2", "pipeline=interleaved:2/2",
-        "pipeline=zero_bubble:2",
+        "pipeline=zero_bubble:2", "expert=2", "expert=4",
     }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import test_checkpoints
 import test_contract
+import test_expert_plans
 import test_optimizers
 import test_pipeline_plans
 import test_sequence_plans
@@ -98,6 +99,7 @@ def counted() -> list[tuple[str, list[str], list[tuple[int, int, int]]]]:
         found.append((row, mine, [(len(some), len(some - broken), len(some & default)) for some in pairs]))
     for row, every, few in (
         ("sequence parallelism", test_sequence_plans.EVERY_PAIR, test_sequence_plans.PAIRS),
+        ("experts", [*test_expert_plans.PAIRS, *test_expert_plans.MORE], test_expert_plans.PAIRS),
         ("pipelines", test_pipeline_plans.every_pair(), test_pipeline_plans.pairs()),
         ("host memory and disk", [*test_walks.MORE, *test_walks.PAIRS], test_walks.PAIRS),
     ):

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from cjax.jax_compat.core import Atom, Equation, Literal
+from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.mesh import EXPERT
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.place.saved import saved
@@ -40,6 +40,7 @@ class Sends:
 
     def spec(self, var: Atom, scope: Scope, at_home: bool) -> PartitionSpec:
         """The placement of such a value, with the examples or with the experts."""
+        assert isinstance(var, Var)
         return self._layout.spec(self._dims.of(var, scope), var.aval.shape, at_home)
 
     def _sent(self, eqn: Equation, atoms: Sequence[Atom], scope: Scope) -> list[int]:
