@@ -321,6 +321,8 @@ def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float |
         seats = 4 * LAYERS * ROWS / 8 * 8 * SEATS * EMBED
         reduced = share * (whole - mine) + (1 - size / 8) * mine / size
         return low * (2 * reduced + (size - 1) / size * seats) if case is MODELS["sent"] else None
+    if "expert" in plan:
+        return None
     if plan.startswith("data=8"):
         return 2 * share * low * whole
     if plan.startswith("zero=3/4"):

@@ -10,13 +10,18 @@ import jax
 import numpy as np
 import optax
 import pytest
-from contract import SUBJECTS, assert_trained_alike, begun, on_host, program_of, subject
+from contract import SUBJECTS, assert_trained_alike, begun, on_host, program_of, source_of, subject
 from mixtures import Grouped, Merged, MixtureDecoder
 from zoo import BATCH, TEXT, case, linen, next_token
 from zoo_linen import EMBED, SEQ
 
 import cjax
 from cjax.audit import audit
+from cjax.machines import Cluster
+from cjax.plan import Auto, Plan
+from cjax.planner.choice.planning import Asked, Planning
+from cjax.planner.choice.scored import Scored
+from cjax.planner.hardware import hardware_of_cluster
 from cjax.tree import leaf_names
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
@@ -137,3 +142,53 @@ def test_evaluates_batches_that_do_not_divide_and_takes_up_elsewhere() -> None:
 def test_refused(name: str, plan: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         program_of(name, plan, wide=False)
+
+
+# -- what the planner makes of it --------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def planning() -> Planning:
+    return Planning(source_of("grouped"), optax.adam(1e-3), lambda num: hardware_of_cluster(Cluster("h100"), num))
+
+
+def scored(planning: Planning, plan: str) -> Scored:
+    found = planning.question.score(Plan.parse(plan))
+    assert isinstance(found, Scored)
+    return found
+
+
+def test_devices_multiply_as_much_with_a_part_of_the_experts(planning: Planning) -> None:
+    """Of their own experts, what all examples have for them."""
+    every, some = (scored(planning, f"data=8{words}") for words in ("", " expert=4"))
+    assert some.seconds["matmul"] == pytest.approx(every.seconds["matmul"], rel=0.1)
+    assert some.memory["params"] < 0.8 * every.memory["params"] and some.memory["activations"] > 0
+    assert some.memory["batch"] == every.memory["batch"]
+    less, more = (scored(planning, f"data=8 expert=4 zero={stage}").memory for stage in (3, 0))
+    assert less["params"] == pytest.approx(more["params"] * shares(4), rel=0.05)
+
+
+def shares(size: int) -> float:
+    """Of what a device has of the model where so many have different experts, what ZeRO leaves it of eight."""
+    kinds = {True: 0, False: 0}
+    shapes = subject("grouped", wide=False).captured.params_shape
+    for path, leaf in zip(leaf_names(shapes), jax.tree.leaves(shapes), strict=True):
+        kinds[is_expert(path)] += math.prod(leaf.shape)
+    own, rest = kinds[True] / size, kinds[False]
+    return (own / (8 // size) + rest / 8) / (own + rest)
+
+
+def test_what_other_numbers_of_devices_with_different_experts_would_cost(planning: Planning) -> None:
+    found = planning.explain(Plan.parse("data=8 expert=4 zero=1"))
+    assert not isinstance(found, str)
+    assert [each.word for each in found.words["expert=4"]] == ["expert=2"]
+    kept = {each.word: each.changes for each in found.words["tensor=1"]}
+    assert kept["tensor=2"] == () and kept["tensor=2d:4"] == ("expert=1",)
+    (halved,) = (each for each in found.words["pipeline=1"] if each.word == "pipeline=1f1b:2")
+    assert halved.changes[-1:] != ("expert=2",), "four of data=4 have different ones still"
+    assert {each.word for each in found.words["zero=1"]} == {"zero=0", "zero=2", "zero=3"}
+
+
+def test_a_search_keeps_the_user_s_number_and_finds_its_own(planning: Planning) -> None:
+    fixed = planning.search(Asked((8,), Auto.parse("auto expert=2"), top=5))
+    assert {each.plan.expert for each in fixed.best} == {2}
+    sizes = {plan.expert for plan in planning.space(Auto(), 8).arrangements(8)}
+    assert sizes == {1, 2, 4}

@@ -30,6 +30,7 @@ QUICK = [
     "bert-base padded b64 | h100:2 | zero=2 microbatches=4",
     "t5-base b64 | a100:4 | precision=bfloat16",
     "mixer-l b256 | h100:4 | zero=3 precision=bfloat16 remat=block",
+    "moe 8x b32 | h100:4 | expert=2 zero=3 precision=bfloat16",
 ]
 
 
