@@ -21,6 +21,7 @@ from cjax.machines import Cluster
 from cjax.plan import Auto, Plan
 from cjax.planner.choice.planning import Asked, Planning
 from cjax.planner.choice.scored import Scored
+from cjax.planner.choice.walks import walks_in
 from cjax.planner.hardware import hardware_of_cluster
 from cjax.tree import leaf_names
 
@@ -192,3 +193,14 @@ def test_a_search_keeps_the_user_s_number_and_finds_its_own(planning: Planning) 
     assert {each.plan.expert for each in fixed.best} == {2}
     sizes = {plan.expert for plan in planning.space(Auto(), 8).arrangements(8)}
     assert sizes == {1, 2, 4}
+    assert {plan.expert for plan in walks_in(planning.space(Auto(), 8), 8)} == {1}, "a walk has all experts everywhere"
+
+
+def test_a_number_that_no_plan_has_is_the_word_to_leave_out() -> None:
+    with pytest.raises(
+        ValueError, match="no plan shares 16 rows over 8 devices.*Use leave out words of 'auto expert=3'"
+    ):
+        cjax.parallelize(
+            MixtureDecoder(Grouped), next_token, optax.sgd(0.1), {"tokens": np.zeros((BATCH, SEQ + 1), np.int32)},
+            "auto expert=3",
+        )  # fmt: skip

@@ -132,13 +132,14 @@ def no_plan(planning: Planning, asked: Asked, found: Found) -> str:
     # By the words that are fixed: devices of one copy, copies if they are given, parts of what a copy is given.
     words = asked.auto.fixed
     unit = math.prod(words[name].size for name in ("tensor", "sequence", "pipeline") if name in words)
+    least = unit * words.get("expert", 1)
     data, parts = words.get("data"), math.lcm(words.get("microbatches", 1), words.get("overlap", 1))
     instead = []
-    if num % unit == 0 and data in (None, num // unit):
+    if num % least == 0 and data in (None, num // unit):
         share = num // unit * parts
         more = max(1, rows // share) * share
         instead.append(f"{more if more != rows else 2 * more} rows")
-    fewer = [n for n in range(num - 1, 0, -1) if n % unit == 0 and data in (None, n // unit)]
+    fewer = [n for n in range(num - 1, 0, -1) if n % least == 0 and data in (None, n // unit)]
     fewer = [n for n in fewer if rows % (n // unit * parts) == 0]
     instead += [*(f"devices=jax.devices()[:{n}]" for n in fewer[:1]), *fixed]
     why = "; ".join(f"{words}: {reason.splitlines()[0]}" for words, reason in list(found.refused.items())[:3])

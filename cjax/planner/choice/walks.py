@@ -75,7 +75,7 @@ class ScoredWalk:
 
 
 def walks_in(space: Space, num_devices: int) -> list[Plan]:
-    """The plans without stages and grids that a space has, with ZeRO 3 over all copies where the user says nothing."""
+    """The plans without stages, grids and experts shared out that a space has, with ZeRO 3 over all copies where the user says nothing."""
     found = []
     for arrangement in space.arrangements(num_devices):
         table = space.table(arrangement, num_devices)
@@ -84,7 +84,7 @@ def walks_in(space: Space, num_devices: int) -> list[Plan]:
         fits &= table.remat == REMATS.index(space.fixed.get("remat", "none"))
         if "zero" not in space.fixed:
             fits &= (table.zero == table.zero.max(initial=0)) & (table.zero_group == table.data)
-        if arrangement.tensor.mode == "1d":
+        if arrangement.tensor.mode == "1d" and arrangement.expert == 1:
             found += [plan_at(arrangement, table, int(row)) for row in np.nonzero(fits)[0]]
     return found
 
