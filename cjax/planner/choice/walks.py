@@ -75,7 +75,7 @@ class ScoredWalk:
 
 
 def walks_in(space: Space, num_devices: int) -> list[Plan]:
-    """The plans without stages, grids and experts shared out that a space has, with ZeRO 3 over all copies where the user says nothing."""
+    """The plans of a space without stages, grids and experts apart, with ZeRO 3 over all copies unless it is fixed."""
     found = []
     for arrangement in space.arrangements(num_devices):
         table = space.table(arrangement, num_devices)
