@@ -106,14 +106,20 @@ def exchanged(name: str, plan: str, **given: Any) -> list[tuple[int, float, tupl
 @pytest.mark.full("merged-expert=2-4")
 @pytest.mark.parametrize(
     ("name", "plan", "times"),
-    [("grouped", "expert=4", 4), ("merged", "expert=2", 4), ("grouped", "expert=4 remat=block", 6)],
+    [
+        ("grouped", "expert=4", 4),
+        ("merged", "expert=2", 4),
+        ("grouped", "expert=4 remat=block", 6),
+        ("grouped", "expert=2 tensor=2", 4),
+    ],
 )
 def test_seats_are_exchanged_to_experts_and_back_in_both_passes(name: str, plan: str, times: int) -> None:
     """And once more where a layer is made again; nothing else is, and each time a device sends all but its own."""
     found = exchanged(name, plan)
     size = int(re.search(r"expert=(\d)", plan)[1])  # pyright: ignore[reportOptionalSubscript]
     seats = {"grouped": SEQ * 2 // 4, "merged": SEQ // 2}[name]
-    each = 4 * BATCH // 8 * 4 * seats * EMBED * (size - 1) / size  # float32, rows of a device, experts
+    rows = BATCH // (4 if "tensor" in plan else 8)
+    each = 4 * rows * 4 * seats * EMBED * (size - 1) / size  # float32, rows of a device, experts
     assert {axes for _, _, axes in found} == {("expert",)}
     assert sum(count * moved for count, moved, _ in found) == pytest.approx(2 * times * each)
 
