@@ -26,6 +26,7 @@ from cjax.machines import Cluster
 from cjax.mesh import (
     BATCH_AXES,
     DATA,
+    EXPERT,
     TENSOR,
     ZERO,
     alone,
@@ -61,7 +62,9 @@ def test_axes_are_auto_and_ordered_outermost_first():
     assert mesh.axis_names == (DATA, ZERO, TENSOR) and mesh.devices.shape == (2, 2, 2)
     assert mesh.axis_types == (AxisType.Auto,) * 3
     assert [device.id for device in mesh.devices[0, 0]] == [0, 1]
-    assert NamedSharding(mesh, P(BATCH_AXES)).shard_shape((8,)) == (2,)
+    assert NamedSharding(mesh, P((DATA, ZERO))).shard_shape((8,)) == (2,)
+    apart = build_mesh({TENSOR: 2, EXPERT: 2, DATA: 2}, jax.devices())
+    assert apart.axis_names == (DATA, EXPERT, TENSOR) and {*apart.axis_names} - {*BATCH_AXES} == {TENSOR}
 
 
 def test_order_of_given_devices_does_not_matter():
@@ -85,7 +88,7 @@ def test_tensor_axis_stays_within_a_host_when_processes_are_dealt_in_turn():
     [
         ({DATA: 2, TENSOR: 2}, ["needs 4 devices", "data 2 x tensor 2 = 4", "here: 8 cpu", "jax.devices()[:4]"]),
         ({DATA: 8, TENSOR: 2}, ["needs 16 devices", "cjax.simulate(16)", '"h100:16"', 'plan="auto"']),
-        ({"model": 8}, ["'model'", "data, zero, sequence, depth"]),
+        ({"model": 8}, ["'model'", "data, zero, expert, sequence, depth"]),
         ({DATA: -1, TENSOR: -8}, ["at least one"]),
     ],
 )
