@@ -45,12 +45,12 @@ class Layout:
     experts: frozenset[int] = frozenset()  # classes of experts that data-parallel devices share out
     features: frozenset[int] = frozenset()  # classes of dims that such an expert multiplies or makes
 
-    def spec(self, classes: Sequence[int], shape: Sequence[int], at_home: bool = False) -> PartitionSpec:
+    def spec(self, classes: Sequence[int], shape: Sequence[int], with_examples: bool = False) -> PartitionSpec:
         """The placement of a tensor with these classes. An axis serves one dim; dims too small for it stay whole.
 
-        `at_home`: of what is where the examples are, whatever it has of experts that are shared out.
+        `with_examples`: of what is where the examples are, whatever it has of experts that are shared out.
         """
-        if at_home or self.features.isdisjoint(classes) and self.rows.isdisjoint(classes):
+        if with_examples or self.features.isdisjoint(classes) and self.rows.isdisjoint(classes):
             classes = [-1 if c in self.experts else c for c in classes]
         used: set[str] = set()
         entries: list[tuple[str, ...]] = [()] * len(classes)

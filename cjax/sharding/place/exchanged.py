@@ -1,8 +1,8 @@
 """What is sent to experts that data-parallel devices share out, and what comes back: exchanged, and nothing else.
 
 A product of examples and of who is sent where has experts in its result, and is made where the examples are. Asked for
-where the experts are, XLA would gather one operand for it and compute there. Asked for at home first and with the
-experts then, it sends what was made: an all-to-all. Back from the experts it is the same, before anything reads it.
+where the experts are, XLA would gather one operand for it and compute there. Asked for with the examples first and with
+the experts then, it sends what was made: an all-to-all. Back from the experts it is the same, before anything reads it.
 Both are saved for the backward pass as they arrive, where layers save what products make: else they would be sent once
 more.
 """
@@ -38,23 +38,23 @@ class Sends:
         """Operands of an equation that experts have made, and that are read where the examples are."""
         return self._sent(eqn, eqn.invars, scope)
 
-    def spec(self, var: Atom, scope: Scope, at_home: bool) -> PartitionSpec:
+    def spec(self, var: Atom, scope: Scope, with_examples: bool) -> PartitionSpec:
         """The placement of such a value, with the examples or with the experts."""
         assert isinstance(var, Var)
-        return self._layout.spec(self._dims.of(var, scope), var.aval.shape, at_home)
+        return self._layout.spec(self._dims.of(var, scope), var.aval.shape, with_examples)
 
     def _sent(self, eqn: Equation, atoms: Sequence[Atom], scope: Scope) -> list[int]:
         if not self._layout.experts or not (name_of(eqn) in _MEET or facts_of(eqn).scatter):
             return []
         if any(self._is_weight(atom, scope) for atom in eqn.invars):
             return []  # the experts' own work
-        return [at for at, atom in enumerate(atoms) if self._has_a_home(atom, scope)]
+        return [at for at, atom in enumerate(atoms) if self._is_of_examples(atom, scope)]
 
     def _is_weight(self, atom: Atom, scope: Scope) -> bool:
         leaf = None if isinstance(atom, Literal) else scope.origin.get(atom)
         return leaf is not None and leaf not in self._layout.scores and self._is_shared(atom, scope)
 
-    def _has_a_home(self, atom: Atom, scope: Scope) -> bool:
+    def _is_of_examples(self, atom: Atom, scope: Scope) -> bool:
         """Whether a value with experts is some of each example's. What all examples make together is no example's."""
         classes = () if isinstance(atom, Literal) else self._dims.of(atom, scope)
         is_of_all = not self._layout.rows.isdisjoint(classes)
@@ -64,7 +64,7 @@ class Sends:
         """Whether experts split a value."""
         if isinstance(atom, Literal):
             return False
-        entries = zip(self._dims.of(atom, scope), self.spec(atom, scope, at_home=False), strict=True)
+        entries = zip(self._dims.of(atom, scope), self.spec(atom, scope, with_examples=False), strict=True)
         return any(c in self._layout.experts and EXPERT in axes_of_entry(entry) for c, entry in entries)
 
 
@@ -84,15 +84,15 @@ class Exchanges:
         """What an equation reads, of it what experts have made as it comes back."""
         found = list(ins)
         for at in self._sends.fetched(eqn, scope):
-            found[at] = self._arrived(ins[at], self._sends.spec(eqn.invars[at], scope, at_home=True))
+            found[at] = self._arrived(ins[at], self._sends.spec(eqn.invars[at], scope, with_examples=True))
         return found
 
     def sent(self, eqn: Equation, outs: Sequence[Any], scope: Scope) -> list[Any]:
         """What an equation makes, of it what goes to experts as it arrives."""
         found = list(outs)
         for at in self._sends.sent(eqn, scope):
-            home, away = (self._sends.spec(eqn.outvars[at], scope, at_home) for at_home in (True, False))
-            found[at] = self._arrived(self._constrain(outs[at], home), away)
+            made, sent = (self._sends.spec(eqn.outvars[at], scope, with_examples) for with_examples in (True, False))
+            found[at] = self._arrived(self._constrain(outs[at], made), sent)
         return found
 
     def _arrived(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:

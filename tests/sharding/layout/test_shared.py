@@ -101,7 +101,7 @@ def test_what_is_with_the_experts_and_what_is_with_the_examples() -> None:
     assert g is not None
     seats = ((e, g, none, m), (4, ROWS, ROOM, WIDTH))
     assert layout.spec(*seats) == PartitionSpec("expert", "data", None, None)
-    assert layout.spec(*seats, at_home=True) == PartitionSpec(None, ("data", "expert"), None, None)
+    assert layout.spec(*seats, with_examples=True) == PartitionSpec(None, ("data", "expert"), None, None)
     assert layout.spec((g, none, e, none), (ROWS, LENGTH, 4, ROOM)) == PartitionSpec(
         ("data", "expert"), None, None, None
     )
