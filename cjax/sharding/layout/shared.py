@@ -21,7 +21,7 @@ def shared_experts(trace: Trace, size: int, excluded: Set[int]) -> tuple[list[in
       excluded: classes that have their place already.
 
     Raises:
-      ValueError: no experts, or a number of them that the axis does not divide.
+      ValueError: no experts, a number of them that the axis does not divide, or a place that they have already.
     """
     dims, numbers = trace.dims, dict[int, set[int]]()
     for ids in dims.inputs:
@@ -40,6 +40,8 @@ def shared_experts(trace: Trace, size: int, excluded: Set[int]) -> tuple[list[in
             f"expert={size} can't share out {' or '.join(map(str, uneven))} experts evenly. Write a size that divides "
             f"them: {', '.join(map(str, works))}."
         )
+    if experts_of(trace) & excluded:
+        raise ValueError(f"expert={size} shares out experts that `rules` has placed already: leave one of the two out.")
     sorts = "ragged_dot_general" in primitives(trace)
     why = (
         "it sorts tokens for its experts (lax.ragged_dot), whose rows are no expert's alone"

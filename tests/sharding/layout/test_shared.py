@@ -88,7 +88,7 @@ def test_what_can_not_be_shared_out(model: nn.Module, message: str) -> None:
 
 def test_a_user_s_rule_for_experts_stays_the_user_s() -> None:
     trace = trace_of(Mixtures((4,)))
-    with pytest.raises(ValueError, match="this model has none that it can"):
+    with pytest.raises(ValueError, match="expert=2 shares out experts that `rules` has placed already"):
         shared_experts(trace, 2, {experts(trace, "up_0")})
 
 
