@@ -1,12 +1,10 @@
 """Mixtures of experts as others write them: with seats for each group of tokens, by products; or merged, by `vmap`."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
-from zoo_linen import EMBED, FFN, HEADS, VOCAB
+from zoo_linen import EMBED, FFN
 
 
 def seats_of(gates: jax.Array, top: int, room: int) -> tuple[jax.Array, jax.Array]:
@@ -58,18 +56,3 @@ class Merged(nn.Module):
 
 
 _SHAPES = (("up", (EMBED, FFN)), ("down", (FFN, EMBED)))
-
-
-class MixtureDecoder(nn.Module):
-    """A decoder with layers of experts."""
-
-    mixture: Any
-
-    @nn.compact
-    def __call__(self, ids: jax.Array, train: bool) -> jax.Array:
-        x = nn.Embed(VOCAB, EMBED)(ids)
-        mask = nn.make_causal_mask(ids)
-        for _ in range(2):
-            x = x + nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x), mask=mask)
-            x = x + self.mixture()(nn.LayerNorm()(x))
-        return nn.Dense(VOCAB)(nn.LayerNorm()(x))

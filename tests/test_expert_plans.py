@@ -11,9 +11,9 @@ import numpy as np
 import optax
 import pytest
 from contract import SUBJECTS, assert_trained_alike, begun, on_host, program_of, source_of, subject
-from mixtures import Grouped, Merged, MixtureDecoder
+from mixtures import Grouped, Merged
 from zoo import BATCH, TEXT, case, linen, next_token
-from zoo_linen import EMBED, SEQ
+from zoo_linen import EMBED, SEQ, MoEDecoder
 
 import cjax
 from cjax.audit import audit
@@ -27,8 +27,8 @@ from cjax.tree import leaf_names
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 SUBJECTS |= {
-    "grouped": case("linen", linen(MixtureDecoder, Grouped), next_token, **TEXT, blocks=(2,)),
-    "merged": case("linen", linen(MixtureDecoder, Merged), next_token, **TEXT, blocks=(2,)),
+    "grouped": case("linen", linen(MoEDecoder, 0, Grouped), next_token, **TEXT, blocks=(3,)),
+    "merged": case("linen", linen(MoEDecoder, 0, Merged), next_token, **TEXT, blocks=(3,)),
 }
 PAIRS = [
     ("linen_moe_capacity", "expert=4 zero=2"),
@@ -96,7 +96,7 @@ def test_a_device_has_its_experts_alone_and_zero_shares_out_the_rest(plan: str) 
 def exchanged(name: str, plan: str, **given: Any) -> list[tuple[int, float, tuple[str, ...]]]:
     """How often, how many bytes, and along which axes: all that is exchanged in a step."""
     program = cjax.parallelize(
-        MixtureDecoder({"grouped": Grouped, "merged": Merged}[name]), next_token, optax.sgd(0.1),
+        MoEDecoder(0, {"grouped": Grouped, "merged": Merged}[name]), next_token, optax.sgd(0.1),
         {"tokens": jax.ShapeDtypeStruct((BATCH, SEQ + 1), np.int32)}, plan, **given,
     )  # fmt: skip
     facts = audit(program.lower().compile(), program.mesh)
@@ -121,7 +121,7 @@ def test_seats_are_exchanged_to_experts_and_back_in_both_passes(name: str, plan:
     rows = BATCH // (4 if "tensor" in plan else 8)
     each = 4 * rows * 4 * seats * EMBED * (size - 1) / size  # float32, rows of a device, experts
     assert {axes for _, _, axes in found} == {("expert",)}
-    assert sum(count * moved for count, moved, _ in found) == pytest.approx(2 * times * each)
+    assert sum(count * moved for count, moved, _ in found) == pytest.approx(3 * times * each)
 
 
 @pytest.mark.full
@@ -205,6 +205,6 @@ def test_a_search_keeps_the_user_s_number_and_finds_its_own(planning: Planning) 
 def test_a_number_that_no_plan_has_is_the_word_to_leave_out() -> None:
     with pytest.raises(ValueError, match="no plan shares 16 rows over 8 dev.*leave out words of 'auto expert=3'"):
         cjax.parallelize(
-            MixtureDecoder(Grouped), next_token, optax.sgd(0.1), {"tokens": np.zeros((BATCH, SEQ + 1), np.int32)},
+            MoEDecoder(0, Grouped), next_token, optax.sgd(0.1), {"tokens": np.zeros((BATCH, SEQ + 1), np.int32)},
             "auto expert=3",
         )  # fmt: skip

@@ -157,7 +157,8 @@ class MixtureOfExperts(nn.Module):
 
 
 class MoEDecoder(nn.Module):
-    top: int
+    top: int = 0
+    mixture: Any = None  # another than the one above
 
     @nn.compact
     def __call__(self, ids: jax.Array, train: bool) -> jax.Array:
@@ -165,7 +166,8 @@ class MoEDecoder(nn.Module):
         mask = nn.make_causal_mask(ids)
         for _ in range(3):
             x = x + nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x), mask=mask)
-            x = x + MixtureOfExperts(top=self.top)(nn.LayerNorm()(x))
+            mixture = MixtureOfExperts(top=self.top) if self.mixture is None else self.mixture()
+            x = x + mixture(nn.LayerNorm()(x))
         return nn.Dense(VOCAB)(nn.LayerNorm()(x))
 
 
