@@ -154,13 +154,14 @@ class ExpertsOfAll(nn.Module):
     or chosen by the experts (Zhou et al., 2022); and with no seats, of tokens sorted by expert (Gale et al., 2023)."""
 
     how: str = "einsum"
+    width: int = EMBED
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         jnp, init = jax.numpy, nn.initializers.lecun_normal(batch_axis=(0,))
-        up, gate = (self.param(name, init, (8, EMBED, 4 * EMBED)) for name in ("up", "gate"))
-        down = self.param("down", init, (8, 4 * EMBED, EMBED))
-        tokens = x.reshape(-1, EMBED)
+        up, gate = (self.param(name, init, (8, self.width, 4 * self.width)) for name in ("up", "gate"))
+        down = self.param("down", init, (8, 4 * self.width, self.width))
+        tokens = x.reshape(-1, self.width)
         seats = 5 * len(tokens) // 16
         probs = jax.nn.softmax(nn.Dense(8, use_bias=False)(tokens))
 
@@ -176,7 +177,7 @@ class ExpertsOfAll(nn.Module):
             sizes, order = jnp.bincount(expert.reshape(-1), length=8), jnp.argsort(expert.reshape(-1))
             sent = tokens[order // 2]
             h = nn.silu(jax.lax.ragged_dot(sent, gate, sizes)) * jax.lax.ragged_dot(sent, up, sizes)
-            back = jax.lax.ragged_dot(h, down, sizes)[jnp.argsort(order)].reshape(-1, 2, EMBED)
+            back = jax.lax.ragged_dot(h, down, sizes)[jnp.argsort(order)].reshape(-1, 2, self.width)
             return (back * best[..., None]).sum(1).reshape(x.shape)
         chosen = jax.nn.one_hot(expert, 8)  # [token, choice, expert]
         seat = (jnp.cumsum(chosen.reshape(-1, 8), 0).reshape(chosen.shape) - 1).astype(int)
@@ -187,9 +188,9 @@ class ExpertsOfAll(nn.Module):
             return jnp.einsum("nec,ecd->nd", combine, made(sent)).reshape(x.shape)
         seat = (seat * chosen).sum(-1).astype(int)
         at = jnp.where(seat < seats, expert * seats + seat, 8 * seats)
-        sent = jnp.zeros((8 * seats + 1, EMBED), x.dtype).at[at.reshape(-1)].add(jnp.repeat(tokens, 2, 0))[:-1]
-        back = made(sent.reshape(8, seats, EMBED)).reshape(-1, EMBED)
-        back = jnp.concatenate([back, jnp.zeros((1, EMBED), back.dtype)])[at]
+        sent = jnp.zeros((8 * seats + 1, self.width), x.dtype).at[at.reshape(-1)].add(jnp.repeat(tokens, 2, 0))[:-1]
+        back = made(sent.reshape(8, seats, self.width)).reshape(-1, self.width)
+        back = jnp.concatenate([back, jnp.zeros((1, self.width), back.dtype)])[at]
         return (back * best[..., None]).sum(1).reshape(x.shape)
 
 
@@ -197,10 +198,11 @@ class ExpertModel(nn.Module):
     """A mixture of experts in each layer."""
 
     layer: Callable[[], nn.Module] = Experts
+    width: int = EMBED
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = nn.Embed(VOCAB, EMBED)(tokens)
+        x = nn.Embed(VOCAB, self.width)(tokens)
         for _ in range(LAYERS):
             h = nn.LayerNorm()(x)
             x = x + nn.MultiHeadDotProductAttention(HEADS)(h, mask=nn.make_causal_mask(tokens))
@@ -297,6 +299,10 @@ MODELS = {
         {197: 4 * LAYERS}, ("images", "labels"), 197, shape=(64, IMAGE), embed=WIDE,
     ),
     "wide own": Case(OwnModel(WIDE), own_loss, {LONG: 2 * LAYERS + 2}, shape=(ROWS, LONG), embed=WIDE),
+    "wide sorted": Case(
+        ExpertModel(functools.partial(ExpertsOfAll, "sorted", WIDE), WIDE), own_loss, {LONG: 4 * LAYERS + 2},
+        shape=(ROWS, LONG), embed=WIDE,
+    ),
     "gpt2-xl": Case(of(GPT, PUBLISHED["gpt2-xl"]), loss, {}, shape=(8, 1024), devices="h100:1"),
     "bert-large": Case(of(BERT, PUBLISHED["bert-large"]), masked_loss, {}, shape=(16, 512), devices="h100:1"),
     "vit-l16": Case(

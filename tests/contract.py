@@ -342,9 +342,9 @@ SPLIT: dict[str, dict[str, int]] = {
 
 
 def split_dim(name: str, path: str, shape: tuple[int, ...], tensor: int) -> int | None:
-    """The dim that `tensor` devices split, by the table; of patches one axis splits none, as it would divide next to
-    nothing for what is reduced then."""
-    if "patch_embed" in path:
+    """The dim that `tensor` devices split, by the table; of patches and of segments one axis splits none, as it would
+    divide next to nothing for what is reduced then."""
+    if "patch_embed" in path or "type_embed" in path:
         return None
     found = [dim % len(shape) for pattern, dim in SPLIT[name].items() if re.search(pattern, path)]
     assert len(set(found)) <= 1, f"{path} matches rows of SPLIT that disagree"

@@ -177,6 +177,24 @@ class Experts(nn.Module):
         return jnp.einsum("blec,becd->bld", back, jnp.einsum("becf,efd->becd", y, down))
 
 
+class SortedExperts(nn.Module):
+    """The same without a capacity: tokens are sorted by expert (MegaBlocks)."""
+
+    num: int
+    hidden: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(nn.Dense(self.num, use_bias=False)(tokens)), 2)
+        order, sizes = jnp.argsort(chosen.reshape(-1)), jnp.bincount(chosen.reshape(-1), length=self.num)
+        up = self.param("up", nn.initializers.lecun_normal(), (self.num, x.shape[-1], self.hidden))
+        down = self.param("down", nn.initializers.lecun_normal(), (self.num, self.hidden, x.shape[-1]))
+        y = jax.lax.ragged_dot(nn.silu(jax.lax.ragged_dot(tokens[order // 2], up, sizes)), down, sizes)
+        y = y[jnp.argsort(order)].reshape(-1, 2, x.shape[-1])
+        return (y * (weights / weights.sum(-1, keepdims=True))[..., None]).sum(1).reshape(x.shape)
+
+
 class MoE(nn.Module):
     """A decoder whose feed-forward layers are experts."""
 
@@ -185,6 +203,7 @@ class MoE(nn.Module):
     heads: int = 12
     experts: int = 8
     vocab: int = 32000
+    kind: Any = Experts
 
     @nn.compact
     def __call__(self, ids: jax.Array, train: bool) -> jax.Array:
@@ -193,7 +212,7 @@ class MoE(nn.Module):
             h = nn.LayerNorm()(x)
             q, k, v = (nn.DenseGeneral((self.heads, self.embed // self.heads))(h) for _ in range(3))
             x = x + nn.DenseGeneral(self.embed, (-2, -1))(jax.nn.dot_product_attention(q, k, v, is_causal=True))
-            x = x + Experts(self.experts, 4 * self.embed)(nn.LayerNorm()(x))
+            x = x + self.kind(self.experts, 4 * self.embed)(nn.LayerNorm()(x))
         return nn.Dense(self.vocab)(nn.LayerNorm()(x))
 
 
@@ -310,6 +329,10 @@ def _cases() -> list[Case]:
             "expert=2 zero=3 precision=bfloat16", "expert=4 zero=2 microbatches=4 precision=bfloat16",
             "data=2 expert=2 tensor=2 zero=1 precision=bfloat16",
             "expert=2 pipeline=1f1b:2 microbatches=8 precision=bfloat16",
+        ]),
+        ("sorted 8x b32", lambda: moe(32, kind=SortedExperts), "h100:4", [
+            "precision=bfloat16", "zero=3 precision=bfloat16", "tensor=4 precision=bfloat16",
+            "data=2 tensor=2 zero=1 precision=bfloat16 remat=block",
         ]),
         ("gpt3-175b b64", lambda: gpt("gpt3-175b", 64, 2048), "h100:64", [
             "pipeline=1f1b:8 microbatches=32 tensor=8 precision=bfloat16 remat=dots",

@@ -1,4 +1,5 @@
-"""Mixtures of experts as others write them: with seats for each group of tokens, by products; or merged, by `vmap`."""
+"""Mixtures of experts as others write them: with seats for each group of tokens, by products; merged, by `vmap`; or
+without seats, for which tokens are sorted by expert."""
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,52 @@ class Merged(nn.Module):
         given = jnp.einsum("gsec,gsm->egcm", send, x).reshape(self.num, groups * room, width)
         made = jax.vmap(expert)(up, down, given).reshape(self.num, groups, room, width)
         return jnp.einsum("gsec,egcm->gsm", back, made)
+
+
+class Dropless(nn.Module):
+    """Two experts a token, and none is ever full (Gale et al., MegaBlocks, 2023): tokens are sorted by expert. Gate and
+    value are packed in one weight, and experts have biases, looked up by row."""
+
+    num: int = 4
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        tokens = x.reshape(-1, x.shape[-1])
+        best, which = lax.top_k(jax.nn.softmax(nn.Dense(self.num, use_bias=False)(tokens)), 2)
+        expert = which.reshape(-1)
+        order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=self.num)
+        init, normal = nn.initializers.lecun_normal(batch_axis=0), nn.initializers.normal(0.1)
+        both, down = (
+            self.param("both", init, (self.num, EMBED, 2 * FFN)),
+            self.param("down", init, (self.num, FFN, EMBED)),
+        )
+        biases = [self.param(f"bias_{n}", normal, (self.num, n)) for n in (2 * FFN, EMBED)]
+        gate, up = jnp.split(lax.ragged_dot(tokens[order // 2], both, sizes) + biases[0][expert[order]], 2, axis=-1)
+        made = lax.ragged_dot(nn.silu(gate) * up, down, sizes) + biases[1][expert[order]]
+        made = made[jnp.argsort(order)].reshape(-1, 2, x.shape[-1])
+        return (made * (best / best.sum(-1, keepdims=True))[..., None]).sum(1).reshape(x.shape)
+
+
+class Sorted(nn.Module):
+    """One expert a token, of a gate and a value apart."""
+
+    num: int = 4
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        tokens = x.reshape(-1, x.shape[-1])
+        gates = jax.nn.softmax(nn.Dense(self.num)(tokens))
+        expert = gates.argmax(-1)
+        order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=self.num)
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        gate, up, down = (
+            self.param(name, init, (self.num, *shape)) for name, shape in (("gate", (EMBED, FFN)), *_SHAPES)
+        )
+        given = tokens[order]
+        made = lax.ragged_dot(
+            nn.silu(lax.ragged_dot(given, gate, sizes)) * lax.ragged_dot(given, up, sizes), down, sizes
+        )
+        return (made[jnp.argsort(order)] * gates.max(-1, keepdims=True)).reshape(x.shape)
 
 
 _SHAPES = (("up", (EMBED, FFN)), ("down", (FFN, EMBED)))

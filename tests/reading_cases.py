@@ -126,6 +126,23 @@ class TopTwo(nn.Module):
         return x + jnp.einsum("nec,ecd->nd", combine, made).reshape(x.shape)
 
 
+class Dropless(nn.Module):
+    """Two of four experts for each token, for whom tokens are sorted."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        *_, width = x.shape
+        tokens = x.reshape(-1, width)
+        best, expert = jax.lax.top_k(nn.softmax(nn.Dense(4, use_bias=False)(tokens)), 2)
+        order, sizes = jnp.argsort(expert.reshape(-1)), jnp.bincount(expert.reshape(-1), length=4)
+        gate, up = (self.param(name, nn.initializers.lecun_normal(), (4, width, 2 * width)) for name in ("gate", "up"))
+        down = self.param("down", nn.initializers.lecun_normal(), (4, 2 * width, width))
+        given = tokens[order // 2]
+        hidden = nn.silu(jax.lax.ragged_dot(given, gate, sizes)) * jax.lax.ragged_dot(given, up, sizes)
+        made = jax.lax.ragged_dot(hidden, down, sizes)[jnp.argsort(order)].reshape(-1, 2, width)
+        return x + (made * best[..., None]).sum(1).reshape(x.shape)
+
+
 class ExpertModel(nn.Module):
     """A mixture of experts."""
 
@@ -188,6 +205,7 @@ MODELS: dict[str, Model] = {
     ),
     "own": Model(OwnModel(), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
     "experts": Model(ExpertModel(), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
+    "dropless": Model(ExpertModel(Dropless), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
     "switch": Model(ExpertModel(Switch), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
     "top two": Model(ExpertModel(TopTwo), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
 }  # fmt: skip
@@ -293,6 +311,12 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("top two", "data=8 zero=3/4 precision=bfloat16"),
     ("top two", "data=2 tensor=4"),
     ("top two", "data=4 tensor=2 zero=1 remat=block"),
+    ("dropless", "data=8"),
+    ("dropless", "data=2 tensor=4 precision=bfloat16"),
+    ("dropless", "data=4 tensor=2 zero=1 remat=block"),
+    ("dropless", "data=2 tensor=2 sequence=ring:2"),
+    ("dropless", "data=4 tensor=2 sequence=gather zero=3"),
+    ("dropless", "data=2 tensor=2d:4"),
     # Experts on data-parallel devices: what is sent to them is exchanged, or gathered, if the whole batch makes it.
     ("experts", "data=8 expert=4"),
     ("experts", "data=8 expert=2 zero=3 precision=bfloat16"),

@@ -52,6 +52,7 @@ class MatmulWork:
     own dims, `outer` the other operand's. `reads` numbers the activation that is read: products that read the same one
     share one reduction of its gradient. Where `is_weight` is False, both operands are activations. `is_remade`: whether
     a layer that is made again for its backward pass makes it again; of its last product, nothing needs the result.
+    `groups`: how many weights there are, of which each row meets one.
     """
 
     batch: Dims
@@ -62,6 +63,7 @@ class MatmulWork:
     is_weight: bool = True
     times: int = 1
     is_remade: bool = True
+    groups: int = 1
 
     @property
     def flops(self) -> int:
@@ -84,6 +86,14 @@ class Told(NamedTuple):
 
     value: NamedTensor
     has_gradient: bool  # which comes back to the examples
+
+
+class Ordered(NamedTuple):
+    """Rows of the batch that are put in another order, for which devices gather each other's in the forward pass."""
+
+    value: NamedTensor
+    has_gradient: bool  # which is scattered
+    is_remade: bool  # whether a layer that is made again for its backward pass makes what is found again
 
 
 @dataclass(frozen=True)
@@ -166,6 +176,7 @@ class Part:
       weights: its parameters, those of one layer.
       stream: what it hands on.
       told: of what rows of all examples are made beside the examples themselves.
+      ordered: rows that each other's place is looked up for.
     """
 
     name: str
@@ -176,6 +187,7 @@ class Part:
     weights: tuple[Weight, ...] = ()
     stream: NamedTensor | None = None
     told: tuple[Told, ...] = ()
+    ordered: tuple[Ordered, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,7 @@ def _names(
                 name(dim, text)
     if batch_class is not None:
         name(batch_class, "batch")
-    weighted = [m for m in dims.matmuls if m.weights[0] != m.weights[1]]
+    weighted = [m for m in (*dims.matmuls, *dims.grouped) if m.weights[0] != m.weights[1]]
     between = [m for m in dims.matmuls if not any(m.weights)]
     roles: collections.Counter[int] = collections.Counter()
     contracted, free = set(), set()

@@ -26,6 +26,7 @@ from cjax.planner.work import (
     WorkSplit,
     shares_rows,
 )
+from cjax.sharding.products.blocks import rows_multiplied
 
 # Results of a tile, and how well it runs beside the largest.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
@@ -153,6 +154,9 @@ class Computing:
         outer, inner, rows, batch = self._apart(*groups, order=self._order(product))
         there = self._matmul(batch, rows, inner, outer)
         back = self._matmul(batch, rows, outer, inner) + self._matmul(batch, inner, rows, outer)
+        if product.groups > 1:
+            times = np.vectorize(rows_multiplied)(np.ceil(rows).astype(int), product.groups) / rows
+            there, back = (dataclasses.replace(each, matmul=each.matmul * times) for each in (there, back))
         return there * product.times, back * product.times
 
     def _order(self, product: MatmulWork) -> list[int]:

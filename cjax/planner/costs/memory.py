@@ -17,6 +17,7 @@ from cjax.planner.costs.places import places, route_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
 from cjax.planner.work import BATCH, Form, HeldWeight, Kept, NamedTensor, Work, WorkSplit, elements
+from cjax.sharding.products.blocks import rows_in_blocks
 
 # Of what a step needs beside what is stored, what XLA leaves free between values of all sizes and lifetimes; the second
 # for an old XLA (`needs_more_memory`), the third where positions or grids make it move pieces of what layers read, or
@@ -161,7 +162,7 @@ class _Memory:
         # What a layer lays out anew for its experts finds no place among what layers before it left; in an old XLA,
         # what its backward pass lays out does not either. Stages have it in what their layers need.
         anew = (1 + self.is_old) * self._each(self._of_experts).max(0)
-        other = gaps * np.sum(parts, axis=0) + np.where(self.is_staged, 0.0, anew)
+        other = gaps * np.sum(parts, axis=0) + np.where(self.is_staged, 0.0, anew) + self._in_blocks()
         grads, activations, working, sent = parts
         # They are there from the first micro-batch to the last.
         working = working + np.where(ahead, self._rounded(trained), 0.0).sum(0) + self._in_flight(trained)
@@ -285,6 +286,20 @@ class _Memory:
             names = {name for name, _ in value.dims}
             if names & experts and names & features:
                 yield value
+
+    def _in_blocks(self) -> np.ndarray:
+        """What products of rows in groups make in blocks, in both passes, and the sum of their weights' gradients, of
+        the part that needs the most. A layer that is made again has room for it nowhere else; an old XLA finds some."""
+        sizes = np.zeros((len(self.work.parts), len(self.table)))
+        half = np.where(self.table.precision == PRECISIONS.index("float32"), 4, 2)
+        for at, part in enumerate(self.work.parts):
+            for product in (each for each in part.products if each.groups > 1):
+                inner, outer = self.split.local(product.inner), self.split.local(product.outer)
+                rows = np.ceil(self.split.local(product.rows) / self.shares).astype(int)
+                filled = np.asarray([rows_in_blocks(num, product.groups) for num in rows.tolist()], float)
+                sizes[at] += filled * (inner + outer) * half + (filled > 0) * product.groups * inner * outer * 4
+        again = (self.table.remat == REMATS.index("block")) & (not self.is_old)
+        return again * sizes.max(0, initial=0.0)
 
     # -- what a device keeps of the model --
     def _repeats(self) -> np.ndarray:

@@ -172,7 +172,7 @@ def _of_words(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half
 
 
 def _of_all(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half: np.ndarray) -> None:
-    """What rows that all examples make together are made of, and what is made of them."""
+    """What rows that all examples make together are made of, and what is made of them; rows in another order."""
     turns = _turns(work, split, table)[:2] / table.pipeline
     for part in work.parts:
         is_layer = part.repeats > 1
@@ -189,6 +189,11 @@ def _of_all(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half: 
             times = part.repeats * value.times * (forward + (1 + has_gradient) * backward)
             size = half if value.is_computed else value.itemsize
             _of_examples(found, split, table, whole_of(split, value.dims) * size * times)
+        # A grid's batch axes put rows in order as well: what moves along those is known where the grid is.
+        for value, has_gradient, is_remade in part.ordered if {*split.axes_of.get(BATCH, ())} <= {EXPERT} else ():
+            times = forward * np.where(again & is_remade, 2, 1) + has_gradient * backward
+            size = half if value.is_computed else value.itemsize
+            _of_examples(found, split, table, whole_of(split, value.dims) * size * part.repeats * value.times * times)
 
 
 def _of_examples(found: Moved, split: WorkSplit, table: PlanTable, whole: np.ndarray) -> None:

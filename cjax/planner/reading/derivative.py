@@ -25,7 +25,7 @@ from cjax.trace.attention.positions import attention_groups
 from cjax.trace.dims.find import Dims as Classes
 from cjax.trace.dims.find import Scope, find_dims
 from cjax.trace.emit.emit import Hooks, bind, emit, number
-from cjax.trace.emit.precision import LOWS, Lowering
+from cjax.trace.emit.precision import LOWS, Lowering, rounded_leaves
 from cjax.trace.jaxpr.evaluate import Step as Applied
 from cjax.trace.jaxpr.evaluate import equations, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group
@@ -162,9 +162,7 @@ class Planned(Hooks):
         self._lowering = Lowering(trace.closed, LOWS[precision]) if precision in LOWS else None
         self._complexes = has_complex(trace.closed.jaxpr)
         self._with_bias = with_bias(trace.closed.jaxpr)
-        dims = trace.dims
-        origins = {o for m in dims.matmuls for o in (m.lhs_origin, m.rhs_origin)}
-        self._rounded = {o for o in origins if o is not None} | {leaf for leaf, _, _ in dims.tables}
+        self._rounded = rounded_leaves(trace.dims)
 
     def weight(self, leaf: int, value: jax.Array) -> jax.Array:
         is_low = self._lowering is not None and leaf in self._rounded and value.dtype == "float32"

@@ -21,6 +21,7 @@ from cjax.mesh import EXPERT, SEQUENCE, TENSOR
 from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.attended import held_by_leaf, of_few_heads, over_positions, ring_of, turned
 from cjax.planner.reading.derived import Derived, derived
+from cjax.planner.reading.partial import PartialGradient, merged
 from cjax.planner.reading.placed import Axes, PlacedTrace
 from cjax.planner.reading.products import is_weight, operands_of
 from cjax.planner.reading.stretches import Body, Operation, Spot, Stretch
@@ -28,6 +29,7 @@ from cjax.planner.reading.traffic import forms_of
 from cjax.planner.work import AxisMove, Kind, RingWork
 from cjax.sharding.layout.grid import Grid, crosses
 from cjax.sharding.layout.late import Late, LateSums
+from cjax.sharding.layout.rows import is_among_rows
 from cjax.sharding.layout.spreads import Spreads, weight_at
 from cjax.sharding.place.concatenated import neighbours_of
 from cjax.sharding.place.exchanged import Sends
@@ -37,8 +39,10 @@ from cjax.sharding.products.matmul import Spread
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.find import Attention
 from cjax.trace.dims.find import Scope
+from cjax.trace.dims.products import is_by_rows
 from cjax.trace.jaxpr.groups import Group
 from cjax.trace.jaxpr.primitives import facts_of, goes_by_element, name_of
+from cjax.trace.jaxpr.view import variable_of
 from cjax.trace.layers.repeats import RepeatedLayers
 
 
@@ -53,16 +57,6 @@ def received(kind: Kind, held: float, size: int) -> float:
     """
     share = (size - 1) / size
     return held * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
-
-
-@dataclass
-class _Partial:
-    """The gradient of an activation, which devices have parts of: what it is of, and how many numbers."""
-
-    axes: frozenset[str]
-    held: float
-    at: int  # the step whose reading it is of
-    is_product: bool
 
 
 @dataclass
@@ -117,7 +111,7 @@ class Moves:
         late = LateSums(self.placed.trace.dims, self.placed.layout)
         self._late = {id(eqn): group for some in body.lists for group in late.find(*some, groups) for eqn in group.eqns}
         self._made = {spot for step in body.steps for spot in step.writes}
-        partial: dict[Spot, list[_Partial]] = {}
+        partial: dict[Spot, list[PartialGradient]] = {}
         readers: dict[Spot, list[int]] = {}
         for at, step in enumerate(body.steps):
             for node in dict.fromkeys(node for node in step.reads if node is not None):
@@ -128,11 +122,11 @@ class Moves:
                 assert node is not None
                 partial.setdefault(roots.get(node, node), []).append(part)
         for root, parts in partial.items():
-            for part, count in _merged(parts, readers.get(root, ())):
+            for part, count in merged(parts, readers.get(root, ())):
                 shared = self._is_shared(root, body)
                 self._add("all-reduce", part.axes, part.held, body.times, forward=False, wide=count > 1, outside=shared)
 
-    def _step(self, step: Operation, body: Body, at: int) -> Iterator[tuple[int, _Partial]]:
+    def _step(self, step: Operation, body: Body, at: int) -> Iterator[tuple[int, PartialGradient]]:
         """Adds the collectives of a step's forward pass; gives what its backward pass leaves in parts, by operand."""
         if isinstance(step.of, Attention):
             if self.sequence.size > 1:
@@ -163,13 +157,16 @@ class Moves:
         how, facts = operands_of(eqn, scope), facts_of(eqn)
         if how is not None:
             summed = self._summed(eqn, scope, how.inner)
-            self._reduced(step.writes[0], scope, summed, body.times)
+            self._reduced(step.writes[0], scope, summed, body.times, scatters=not is_by_rows(eqn))
             yield from self._gradients(step, eqn.invars[:2], eqn.outvars[0], at, True)
         elif name_of(eqn) == "gather":
             numbers = eqn.params["dimension_numbers"]
             entries = self.placed.entries(eqn.invars[0], scope)
             summed = {a for d in numbers.collapsed_slice_dims for a in entries[d]}
-            self._looked_up(step, eqn, summed, body)
+            if self.placed.layout.grid is not None and is_among_rows(eqn, self.placed.trace, scope):
+                self._ordered(eqn, step, summed, body)
+            else:
+                self._looked_up(step, eqn, summed, body)
         elif (found := neighbours_of(eqn, self.placed.layout, self.placed.trace.dims, scope)) is not None:
             row = self.placed.local(eqn.outvars[0], scope) / found.rows.shape[1]
             ways = (True, False) if any(n is not None and self._has_gradient(n) for n in step.reads) else (True,)
@@ -180,8 +177,38 @@ class Moves:
             summed = {a for d in eqn.params["axes"] for a in entries[d]}
             for out in step.writes:
                 self._reduced(out, scope, summed, body.times, wide=True)
+        elif name_of(eqn) == "reshape" and self.placed.layout.positions:
+            self._put_together(step, eqn, body)
         elif goes_by_element(eqn) or name_of(eqn) == "broadcast_in_dim":
             yield from self._gradients(step, eqn.invars, eqn.outvars[0], at, False)
+
+    def _ordered(self, eqn: Equation, step: Operation, axes: set[str], body: Body) -> None:
+        """Rows of the batch in another order, along a grid's batch axes and those of other copies: gathered in the
+        forward pass, and their gradient scattered, which together is what a sum of them would be."""
+        held = self.placed.local(eqn.invars[0], step.scope) * self.placed.size(axes)
+        ways = 2 if self._has_gradient(step.writes[0]) else 1
+        named = tuple(a for a in self.placed.layout.axis_sizes if a in axes)
+        self.found.append(
+            AxisMove("all-reduce", named, 0.0, False, count=body.times, held=body.times * held * ways / 2)
+        )
+
+    def _put_together(self, step: Operation, eqn: Equation, body: Body) -> None:
+        """Positions that are put in one dim with the batch's rows, as tokens for experts: no axis splits them there, so
+        that they are gathered, and in a layer again where its backward pass needs them, as what is saved is split. The
+        gradient is gathered where they are taken apart again."""
+        read, made = variable_of(eqn, 0), eqn.outvars[0]
+        ways = ((read, made, True), (made, read, False))
+        for before, behind, forward in ways:
+            classes, entries = self.placed.trace.dims.of(before, step.scope), self.placed.entries(before, step.scope)
+            pairs = zip(classes, entries, strict=True)
+            split = {a for c, axes in pairs if c in self.placed.layout.positions for a in axes}
+            gone = split - self.placed.axes(behind, step.scope)
+            if not gone or not (forward or self._has_gradient(step.writes[0])):
+                continue
+            held, again = self.placed.local(behind, step.scope), step.writes[0] in self._derived.needed
+            self._add("all-gather", gone, held, body.times, forward=forward, remade=False)
+            if forward and again and self.stretch.stack is not None:
+                self._add("all-gather", gone, held, body.times, forward=False)
 
     def _exchanged(self, step: Operation, eqn: Equation, body: Body) -> None:
         """What goes to experts and comes back from them, in both passes."""
@@ -207,7 +234,7 @@ class Moves:
 
     def _summed_late(
         self, step: Operation, eqn: Equation, group: Group[Late], body: Body, at: int
-    ) -> Iterator[tuple[int, _Partial]]:
+    ) -> Iterator[tuple[int, PartialGradient]]:
         """Of products that are added up before they are reduced, only what leaves the group is; and the gradient of
         what they are weighed with, which each device has a part of."""
         if eqn.outvars[0] in group.outs:
@@ -222,7 +249,7 @@ class Moves:
             if is_weight(atom, step.scope):
                 self._sum(atom, step.scope, {TENSOR})
             elif node is not None and self._has_gradient(node):
-                yield index, _Partial(frozenset({TENSOR}), self.placed.local(atom, step.scope), at, is_product)
+                yield index, PartialGradient(frozenset({TENSOR}), self.placed.local(atom, step.scope), at, is_product)
 
     def _looked_up(self, step: Operation, eqn: Equation, summed: set[str], body: Body) -> None:
         """A lookup of what is split along the dim looked up: devices add up what they find, of which each keeps its
@@ -358,13 +385,16 @@ class Moves:
         sides = [self.placed.entries(atom, scope) for atom in eqn.invars[:2]]
         return {a for entries, dims in zip(sides, inner, strict=True) for d in dims for a in entries[d]}
 
-    def _reduced(self, made: Spot, scope: Scope, axes: Iterable[str], times: int, wide: bool = False) -> None:
-        """A result that devices have parts of is added up; along axes that split it, each keeps its own."""
+    def _reduced(
+        self, made: Spot, scope: Scope, axes: Iterable[str], times: int, wide: bool = False, scatters: bool = True
+    ) -> None:  # fmt: skip
+        """A result that devices have parts of is added up; along axes that split it, each keeps its own, of what is
+        scattered, or takes it from the whole."""
         out, remade = made.var, made in self._derived.needed
         of_out = self.placed.axes(out, scope)
         axes = frozenset(axes) - {EXPERT}  # as over copies of the model: scalars alone
-        kept, whole = axes & of_out, axes - of_out
-        local = self.placed.local(out, scope)
+        kept, whole = axes & of_out if scatters else frozenset[str](), axes - (of_out if scatters else set())
+        local = self.placed.local(out, scope) * (1 if scatters else self.placed.size(axes & of_out))
         if kept:
             self._add(
                 "reduce-scatter", kept, local * self.placed.size(kept), times, forward=True, wide=wide, remade=remade
@@ -374,7 +404,7 @@ class Moves:
 
     def _gradients(
         self, step: Operation, ins: Sequence[Atom], out: Var, at: int, is_product: bool
-    ) -> Iterator[tuple[int, _Partial]]:
+    ) -> Iterator[tuple[int, PartialGradient]]:
         """Operands whose gradient is left in parts: along axes that split the result and not them."""
         scope = step.scope
         of_out = self.placed.axes(out, scope)
@@ -397,7 +427,7 @@ class Moves:
                 self._sum(atom, scope, axes - own)
                 continue
             if axes := axes - {EXPERT}:
-                yield index, _Partial(axes, self.placed.local(atom, scope), at, is_product)
+                yield index, PartialGradient(axes, self.placed.local(atom, scope), at, is_product)
 
     def _of_all(self, node: Spot, atom: Var, scope: Scope, axes: frozenset[str]) -> None:
         """The gradient of what all examples share, a bias of scores. In a grid it is summed at its size, behind
@@ -441,32 +471,6 @@ class Moves:
             kind, named, elements, forward, wide, times, of_weights, remade, outer, looked_up=looked_up
         )  # fmt: skip
         (self.outside if outside else self.found).append(move)
-
-
-def _merged(parts: Sequence[_Partial], readers: Sequence[int]) -> Iterator[tuple[_Partial, int]]:
-    """The reductions of a gradient that several readers give parts of, each with how many it is the sum of.
-
-    Products that leave the same parts read it together, and count as one reader. Autodiff adds gradients up from the
-    last reader to the first. As long as all are parts, XLA adds these and reduces the sum; behind a gradient that is
-    whole already, each is reduced on its own.
-    """
-    joint: dict[frozenset[str], _Partial] = {}
-    for part in parts:
-        if part.is_product:
-            joint.setdefault(part.axes, part)
-    left = [part for part in parts if not part.is_product or joint[part.axes] is part]
-    gone = {part.at for part in parts} - {part.at for part in left}
-    by_step = {part.at: part for part in left}
-    trailing: list[_Partial] = []
-    for at in sorted(set(readers) - gone, reverse=True):
-        if at not in by_step:
-            break
-        trailing.append(by_step.pop(at))
-    for axes in dict.fromkeys(part.axes for part in trailing):
-        same = [part for part in trailing if part.axes == axes]
-        yield same[0], len(same)
-    for part in by_step.values():
-        yield part, 1
 
 
 def _is_form(step: Operation) -> bool:

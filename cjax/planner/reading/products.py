@@ -16,6 +16,7 @@ from cjax.trace.attention.find import Attention
 from cjax.trace.attention.form import NoForm, kernel_form
 from cjax.trace.attention.labels import Node
 from cjax.trace.dims.find import Scope
+from cjax.trace.dims.products import is_by_rows
 from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.sources import WEIGHT
 
@@ -56,7 +57,8 @@ def operands_of(eqn: Equation, scope: Scope) -> Operands | None:
         x, w = numbers.lhs_spec, numbers.rhs_spec
         return Operands(((), ()), ((x[1],), (w[1],)), weight, tuple(w[2:]))
     # [rows, inner] x [groups, inner, outer]: each row meets one group.
-    return Operands(((), ()), ((len(eqn.invars[0].aval.shape) - 1,), (1,)), weight, (0,))
+    inner, _ = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    return Operands(((), ()), (tuple(inner[0]), tuple(inner[1])), weight, (0,))
 
 
 def is_weight(atom: Atom, scope: Scope) -> bool:
@@ -104,7 +106,10 @@ def product_of(eqn: Equation, scope: Scope, how: Operands, naming: Naming, reads
     inner = named(sides[w], how.inner[w])
     if name_of(eqn) == "conv_general_dilated":
         rows, outer, inner = _convolved(eqn, scope, naming)
-    return MatmulWork(named(sides[x], how.batch[x]), rows, inner, outer, reads, how.weight is not None, times)
+    groups = sides[w].aval.shape[0] if is_by_rows(eqn) else 1
+    return MatmulWork(
+        named(sides[x], how.batch[x]), rows, inner, outer, reads, how.weight is not None, times, groups=groups
+    )  # fmt: skip
 
 
 def _convolved(eqn: Equation, scope: Scope, naming: Naming) -> tuple[Dims, Dims, Dims]:

@@ -12,7 +12,8 @@ from cjax.planner.reading.derived import Derived
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.stretches import Body, Operation, Spot
 from cjax.planner.reading.traffic import value_of
-from cjax.planner.work import BATCH, ROWS, Told
+from cjax.planner.work import BATCH, ROWS, Ordered, Told
+from cjax.sharding.layout.rows import is_among_rows
 from cjax.trace.jaxpr.primitives import facts_of
 
 
@@ -45,6 +46,23 @@ def told_of(body: Body, naming: Naming, derivative: Derived) -> Iterator[Told]:
         # A gate is a softmax's, which stays wide under every precision; what a product makes of gates does not.
         narrows = value.is_computed and node in maker and _is_product(maker[node])
         yield Told(dataclasses.replace(value, is_computed=narrows), derivative.has_gradient(node))
+
+
+def ordered_of(body: Body, naming: Naming, derivative: Derived, alone: bool) -> Iterator[Ordered]:
+    """What is looked up in a body where each row of the batch finds another.
+
+    Args:
+      body: whose steps.
+      naming: of dims.
+      derivative: of the body.
+      alone: whether nothing else may need what it makes; its backward pass counts as needing all of it otherwise.
+    """
+    for step in body.steps:
+        node = step.reads[0] if step.reads else None
+        if step.eqn is None or node is None or not is_among_rows(step.eqn, naming.trace, step.scope):
+            continue
+        is_remade = not alone or not derivative.needed.isdisjoint(step.writes)
+        yield Ordered(value_of(node, body, naming), derivative.has_gradient(node), is_remade)
 
 
 def _is_product(step: Operation) -> bool:

@@ -6,6 +6,7 @@ from cjax.jax_compat.core import Var
 from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.stretches import Stretch
 from cjax.planner.work import Weight
+from cjax.trace.emit.precision import rounded_leaves
 from cjax.trace.reading import Trace
 
 
@@ -49,6 +50,4 @@ def weight_of(trace: Trace, leaf: int, stretch: Stretch, multiplied: Mapping[int
 
 def multiplied(trace: Trace) -> dict[int, bool]:
     """The leaves that products and lookups read: these are rounded to a half precision before they are sent."""
-    dims = trace.dims
-    found = {origin for m in dims.matmuls for origin in (m.lhs_origin, m.rhs_origin) if origin is not None}
-    return dict.fromkeys(found | {leaf for leaf, _, _ in dims.tables}, True)
+    return dict.fromkeys(rounded_leaves(trace.dims), True)

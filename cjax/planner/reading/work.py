@@ -13,7 +13,7 @@ from cjax.planner.reading.products import attentions_of, products_of
 from cjax.planner.reading.saved import KeptBy
 from cjax.planner.reading.staged import Tensors, message_of
 from cjax.planner.reading.stretches import Spot, Stretch, stretches
-from cjax.planner.reading.told import told_of
+from cjax.planner.reading.told import ordered_of, told_of
 from cjax.planner.reading.traffic import touched
 from cjax.planner.reading.weights import leaves_of, multiplied, weight_of
 from cjax.planner.work import NamedTensor, Part, Work
@@ -52,6 +52,7 @@ def work_of(trace: Trace, optimizer_bytes: float = 2.0, num_microbatches: int = 
                 tuple(weight_of(trace, leaf, stretch, known, naming) for leaf in leaves),
                 _stream(stretch, naming) or (_stream(found[at + 1], naming) if at + 1 < len(found) else None),
                 tuple(each for body, derivative in bodies for each in told_of(body, naming, derivative)),
+                tuple(each for body, derivative in bodies for each in ordered_of(body, naming, derivative, alone)),
             )
         )
     batch = [trace.leaves[i] for i in trace.leaves_of("batch")]

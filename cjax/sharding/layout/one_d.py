@@ -19,6 +19,7 @@ from cjax.trace.dims.find import Dims, Matmul
 from cjax.trace.reading import Trace, once
 
 FEW = 0.05  # of all weights: as much may stay whole without a word
+TINY = 0.01  # of all weights: a table of which every device has all takes no memory to speak of
 # Numbers that a product sums over, from which dividing them is worth reducing the result: an element of it takes 7.8 ps
 # on H100s in one host (16 bits, 450 GB/s), a multiplication 2.7 fs, of which seven in eight are saved in two passes.
 SUMMED = 1600
@@ -77,9 +78,9 @@ def choose(trace: Trace, size: int, excluded: set[int], tensor: str) -> tuple[li
         else:
             candidates.append(c)
     chosen = _best(products, between, dims, candidates, experts_of(trace))
-    chosen = [c for c in chosen if c not in _scores(experts_of(trace), products, chosen, sizes)]
-    looked_up = {dims.class_of(dim) for _, dim, _ in dims.tables}  # which multiplies nothing, and takes memory
-    chosen = [c for c in chosen if c in looked_up or not _is_reduced_for_little(c, products)]
+    chosen = [c for c in chosen if c not in _scores(trace, products, chosen, sizes)]
+    looked_up = {dims.class_of(dim) for _, dim, _ in dims.tables}
+    chosen = [c for c in chosen if not _is_reduced_for_little(c, products, TINY if c in looked_up else FEW)]
     for d, parts in sorted(dims.packed.items()):
         c = dims.class_of(d)
         if c in work and not any(c in p.weight and set(p.weight) & {*chosen, *excluded} for p in products):
@@ -121,20 +122,24 @@ def experts_of(trace: Trace) -> frozenset[int]:
 
 
 def _scores(
-    experts: frozenset[int], products: Sequence[Product], chosen: Sequence[int], sizes: Mapping[int, Set[int]]
+    trace: Trace, products: Sequence[Product], chosen: Sequence[int], sizes: Mapping[int, Set[int]]
 ) -> set[int]:
     """Those of the chosen classes that are scores of experts, of which only the best are looked at: one for each expert
-    that is split, and in no weight but with what is contracted. They stay whole, see `scorers`."""
+    that is split or that tokens are sorted for, and in no weight but with what is contracted. They stay whole, see
+    `scorers`."""
+    experts = experts_of(trace)
     numbers = {max(sizes[c]) for c in chosen if c in experts}
+    numbers |= {trace.dims.size[d] for m in trace.dims.grouped for d in m.batched}
     found = {c for c in chosen if c not in experts and max(sizes[c]) in numbers}
     return found - {c for p in products for c in p.weight if {*p.weight} - p.contracted != {c}}
 
 
-def _is_reduced_for_little(c: int, products: Sequence[Product]) -> bool:
-    """Whether all that a class divides are sums over few numbers by few weights, as of a ViT's patches: whole, these
-    are multiplied in less time than it takes to reduce what the parts give."""
+def _is_reduced_for_little(c: int, products: Sequence[Product], few: float) -> bool:
+    """Whether all that a class divides are sums over few numbers by `few` of all weights, as of a ViT's patches, or
+    lookups in a small table, as of experts' biases: whole, these take less time than it takes to reduce what the parts
+    give."""
     mine = [p for p in products if c in p.weight]
-    are_few = sum(p.size for p in mine) <= FEW * sum(p.size for p in products)
+    are_few = sum(p.size for p in mine) <= few * sum(p.size for p in products)
     return are_few and all(c in p.contracted and p.work < SUMMED * p.moved_out for p in mine)
 
 
@@ -165,7 +170,7 @@ def find_products(trace: Trace) -> tuple[list[Product], list[Matmul]]:
     merged: dict[tuple[object, ...], Product] = {}
     between = []
     tables = [_lookup(trace, leaf, dim, rows) for leaf, dim, rows in dims.tables]
-    for m in (*dims.matmuls, *(t for t in tables if t is not None)):
+    for m in (*dims.matmuls, *map(_of_one_group, dims.grouped), *(t for t in tables if t is not None)):
         weight = m.weight
         if weight is None:
             between.append(m)
@@ -196,6 +201,13 @@ def find_products(trace: Trace) -> tuple[list[Product], list[Matmul]]:
             )
         merged[key] = product
     return list(merged.values()), between
+
+
+def _of_one_group(m: Matmul) -> Matmul:
+    """Rows in groups, each of which meets one group's weight: no dim that is batched, and no more arithmetic than one
+    weight for all would take."""
+    (groups,) = m.batched
+    return dataclasses.replace(m, rhs=tuple(d for d in m.rhs if d != groups), batched=())
 
 
 def _lookup(trace: Trace, leaf: int, dim: int, rows: Sequence[int]) -> Matmul | None:

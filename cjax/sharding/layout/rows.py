@@ -10,9 +10,16 @@ the rows themselves, of which there are more.
 import math
 from collections.abc import Mapping, Sequence
 
+from cjax.jax_compat.core import Equation, Literal
 from cjax.sharding.layout.one_d import find_products
-from cjax.trace.dims.classes import Matmul
+from cjax.sharding.products.lookup import is_lookup
+from cjax.trace.dims.classes import Matmul, Scope
+from cjax.trace.jaxpr.primitives import name_of
+from cjax.trace.jaxpr.view import variable_of
 from cjax.trace.reading import Trace
+
+# So many times what is found may be looked up, or XLA has less to move: devices look in their own parts, and add up.
+MOST = 2
 
 
 def rows_of_all(
@@ -51,6 +58,24 @@ def rows_of_all(
         if c not in chosen
     ]
     return sorted(chosen), notes
+
+
+def is_among_rows(eqn: Equation, trace: Trace, scope: Scope) -> bool:
+    """Whether a gather finds for each of the batch's rows one of the others, as where tokens are put in order for
+    experts, or back: of rows as many as there are, so that a device needs most others' for its own.
+
+    Args:
+      eqn: an equation.
+      trace: the model.
+      scope: of the equation's variables.
+    """
+    if name_of(eqn) != "gather" or not is_lookup(eqn) or any(isinstance(var, Literal) for var in eqn.invars):
+        return False
+    rows, indices = (trace.dims.of(variable_of(eqn, place), scope) for place in (0, 1))
+    (dim,) = eqn.params["dimension_numbers"].collapsed_slice_dims
+    of_batch = trace.batch_class is not None and rows[dim] == trace.batch_class and trace.batch_class in indices[:-1]
+    is_small = eqn.invars[0].aval.size <= MOST * eqn.outvars[0].aval.size
+    return of_batch and is_small and variable_of(eqn, 0) not in scope.origin
 
 
 def _rows(m: Matmul) -> Sequence[int]:

@@ -50,7 +50,7 @@ def shared_experts(trace: Trace, size: int, excluded: Set[int]) -> tuple[list[in
     )
     raise ValueError(
         f"expert={size} shares out the experts of a mixture, and this model has none that it can: {why}. "
-        f"Leave expert={size} out{', or write zero=3, which shares out all weights' if sorts else ''}."
+        f"Leave expert={size} out{f', or write tensor={size}, which splits each of them inside' if sorts else ''}."
     )
 
 

@@ -1,7 +1,7 @@
 """The lookups of a trace that are not left to the partitioner: it would move more, or stop the process.
 
 They are those in what a grid splits, those in stages of a pipeline, and those by positions that an axis splits which
-splits what is looked up as well: of these no device can find its own.
+splits what is looked up as well: of these no device can find its own; nor can it of the batch's rows in another order.
 """
 
 import math
@@ -15,8 +15,18 @@ from cjax.jax_compat.core import Equation, Literal, Var
 from cjax.mesh import PIPE
 from cjax.sharding.layout.grid import Grid, crosses
 from cjax.sharding.layout.layout import Layout
+from cjax.sharding.layout.rows import is_among_rows
 from cjax.sharding.place.copies import Copies
-from cjax.sharding.products.lookup import find_across, find_own, find_rows, is_lookup, look_up, pick, picked_dim
+from cjax.sharding.products.lookup import (
+    find_across,
+    find_among,
+    find_own,
+    find_rows,
+    is_lookup,
+    look_up,
+    pick,
+    picked_dim,
+)
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Scope
 from cjax.trace.emit.precision import Lowering
@@ -50,6 +60,8 @@ class Lookups:
         operand, indices = variable_of(eqn, 0), variable_of(eqn, 1)
         looked_up, dim = eqn.params["dimension_numbers"].collapsed_slice_dims, picked_dim(eqn)
         spec, rows = self.in_region(operand, scope), self.in_region(indices, scope)
+        if is_among_rows(eqn, self._trace, scope) and self._are_stretches(eqn, spec, rows):
+            return find_among(eqn, ins[0], ins[1], spec, rows, self._mesh)
         shared = self._axes_of(operand, looked_up, scope, False)
         shared &= self._axes_of(indices, range(len(rows)), scope, True)
         if grid is None and not shared and PIPE not in jax.sharding.get_abstract_mesh().manual_axes:
@@ -65,6 +77,20 @@ class Lookups:
         if grid is None and is_lookup(eqn) and not split and operand in scope.origin:
             return find_own(eqn, ins[0], 0, ins[1], spec, rows, self._mesh)
         return next(iter(indexed(eqn, ins, scope) or ()), None)
+
+    def _are_stretches(self, eqn: Equation, spec: PartitionSpec, rows: PartitionSpec) -> bool:
+        """Whether the same axes split what is looked up and what looks it up, both in equal parts, and no others the
+        latter."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        sizes = {axis: size for axis, size in self._mesh.shape.items() if size > 1 and axis not in manual}
+        found = []
+        for var, entries in zip(eqn.invars, (spec, rows), strict=False):
+            split = [tuple(axis for axis in axes_of_entry(entry) if axis in sizes) for entry in entries]
+            even = all(n % self._size(axes) == 0 for n, axes in zip(var.aval.shape, split, strict=True))
+            found.append([(d, axes) for d, axes in enumerate(split) if axes] if even else [])
+        mine, theirs = found
+        (dim,) = eqn.params["dimension_numbers"].collapsed_slice_dims
+        return len(theirs) == 1 and (dim, theirs[0][1]) in mine
 
     def in_region(self, var: Var, scope: Scope) -> PartitionSpec:
         """Where a region has a variable, in which devices have equal parts: positions that don't divide are whole."""

@@ -33,6 +33,7 @@ from cjax.sharding.place.exchanged import Exchanges, Sends
 from cjax.sharding.place.filled import Filled
 from cjax.sharding.place.for_gpus import hands_on_rows, make_again, remade
 from cjax.sharding.place.grid_products import GridProducts
+from cjax.sharding.place.grouped import multiply_in_groups
 from cjax.sharding.place.in_turn import InTurn
 from cjax.sharding.place.joint import Joint, JointProducts
 from cjax.sharding.place.late_sums import evaluate_late
@@ -41,7 +42,6 @@ from cjax.sharding.place.merged import Merged, MergedProducts
 from cjax.sharding.place.partial import PartialProducts
 from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, saved, with_bias
 from cjax.sharding.products.lookup import look_up_whole
-from cjax.sharding.products.ragged import is_by_rows, multiply_rows
 from cjax.sharding.products.region import raised_on_cpu
 from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.attention.find import Attention
@@ -53,7 +53,6 @@ from cjax.trace.jaxpr.compared import compared, extreme
 from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.groups import Changed, Group
 from cjax.trace.jaxpr.primitives import facts_of, name_of, named
-from cjax.trace.jaxpr.view import variable_of
 from cjax.trace.reading import Trace
 
 # Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
@@ -254,6 +253,9 @@ class Placer(Hooks):
     def _evaluate(self, eqn: Equation, ins: list[Any], scope: Scope, params: Params | None = None) -> list[Any]:
         """The results of an equation: by XLA, or without it where it would get them wrong."""
         given: Params = params or eqn.params
+        in_groups = multiply_in_groups(eqn, ins, given, self._layout, self._trace.dims, scope, self._mesh)
+        if in_groups is not None:
+            return in_groups
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
             return look_up_whole(eqn, ins, given) if name_of(eqn) == "gather" else bind(eqn, ins, given)
@@ -263,9 +265,6 @@ class Placer(Hooks):
         joined = self._concatenated(eqn, ins, scope) if self._layout.positions else None
         if joined is not None:
             return [joined]
-        axes = self._axes_of_rows(eqn, scope) if is_by_rows(eqn) else ()
-        if axes:
-            return multiply_rows(eqn, [jnp.asarray(x) for x in ins], given, axes, self._mesh)
         if facts_of(eqn).scatter:
             # Of one element behind one of a stretch, XLA (JAX 0.10.2, 0.11.2) puts more than that where devices' parts
             # end, if it sees both at once.
@@ -286,13 +285,6 @@ class Placer(Hooks):
         (out,) = eqn.outvars
         spec = self._layout.spec(self._trace.dims.of(out, scope), out.aval.shape)
         return concatenate(eqn, [jnp.asarray(x) for x in ins], neighbours, spec, self._mesh)
-
-    def _axes_of_rows(self, eqn: Equation, scope: Scope) -> tuple[str, ...]:
-        """What splits the rows of a product in groups, if all devices have as many."""
-        rows, manual = variable_of(eqn, 0), jax.sharding.get_abstract_mesh().manual_axes
-        spec = self._layout.spec(self._trace.dims.of(rows, scope), rows.aval.shape)
-        (entry, *_) = self.lookups.even(spec, rows.aval.shape, [0])
-        return tuple(axis for axis in axes_of_entry(entry) if axis not in manual and self._mesh.shape[axis] > 1)
 
     def _apart(self, eqn: Equation, ins: list[Any], scope: Scope, params: Params) -> list[Any]:
         """The results of an equation on each device's own shards."""

@@ -163,6 +163,43 @@ def find_own(
     return _filled(eqn, found.astype(dtype), indices, size)
 
 
+def find_among(
+    eqn: Equation, values: jax.Array, indices: jax.Array, spec: PartitionSpec, rows: PartitionSpec, mesh: Mesh
+) -> jax.Array:
+    """Rows of what is made of the batch, such as tokens in another order: each device has a stretch of them, and looks
+    up some of all. They are gathered for it, and their gradient is scattered.
+
+    Args:
+      eqn: the gather, of whole slices along all dims but one.
+      values: [..., n, ...].
+      indices: of rows.
+      spec: placement of `values`, split along the dim looked up.
+      rows: placement of the indices, of which the axes of that dim split one, and no others any.
+      mesh: the mesh.
+    """
+    numbers = eqn.params["dimension_numbers"]
+    (dim,), dtype = numbers.collapsed_slice_dims, values.dtype
+    axes = axes_of_entry(spec[dim])
+    out = [axes_of_entry(entry) for entry in rows[:-1]]
+    beside = [axes_of_entry(entry) for d, entry in enumerate(spec) if d != dim]
+    for at, entry in zip(numbers.offset_dims, beside, strict=True):
+        out.insert(at, entry)
+
+    def look_up(shard: jax.Array, indices: jax.Array, wide: bool = False) -> list[jax.Array]:
+        every = lax.all_gather(shard, axes, axis=dim, tiled=True)
+        params = eqn.params | {"slice_sizes": tuple(1 if d == dim else n for d, n in enumerate(shard.shape))}
+        found = bind_as_is(eqn, (every.astype(jnp.float32) if wide else every, indices), params)
+        return [x.astype(shard.dtype) for x in found]
+
+    def wide(shard: jax.Array, indices: jax.Array) -> list[jax.Array]:
+        """By which each device adds up gradients in float32, and rounds them once."""
+        return look_up(shard, indices, shard.dtype in LOW_DTYPES)
+
+    operands, specs = (raised_on_cpu(values, mesh), indices), (spec, rows)
+    (found,) = in_region(look_up, operands, specs, (as_spec(out),), mesh, alone=True, differentiated=wide, as_is=True)
+    return found.astype(dtype)
+
+
 def _found(
     eqn: Equation,
     operand: jax.Array,

@@ -1,7 +1,8 @@
-"""Rows in groups, each multiplied by its group's weight (`lax.ragged_dot`), on each device's own rows.
+"""Rows in groups, each multiplied by its group's weight (`lax.ragged_dot`), on each device's own rows and features.
 
 XLA's partitioner brings all rows together, and every device multiplies them all. A device's rows are a stretch of them,
-so that of each group it has a stretch too, which may be empty.
+so that of each group it has a stretch too, which may be empty. Of every group's weight it may have some features: of
+those made, it makes its own; of those summed over, its part of the sum is added to the others'.
 """
 
 from collections.abc import Sequence
@@ -12,47 +13,54 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.jax_compat.core import Equation, Params
+from cjax.sharding.products.blocks import blocks_of
 from cjax.sharding.products.region import in_region
+from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.emit.emit import bind
-from cjax.trace.jaxpr.primitives import name_of
-
-
-def is_by_rows(eqn: Equation) -> bool:
-    """Whether an equation multiplies rows, its first operand's dim 0, by the weight of the group that each is in.
-
-    >>> import jax.numpy as jnp
-    >>> rows, weights, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([4, 2])
-    >>> is_by_rows(jax.make_jaxpr(lax.ragged_dot)(rows, weights, sizes).jaxpr.eqns[-1])
-    True
-    """
-    if name_of(eqn) != "ragged_dot_general" or eqn.params["group_offset"] is not None:
-        return False
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    ((contracted, _), (batched, _)) = numbers.dot_dimension_numbers
-    groups, rows = tuple(numbers.rhs_group_dimensions), tuple(numbers.lhs_ragged_dimensions)
-    return groups == rows == (0,) and not batched and 0 not in contracted
 
 
 def multiply_rows(
-    eqn: Equation, operands: Sequence[jax.Array], params: Params, axes: tuple[str, ...], mesh: Mesh
+    eqn: Equation,
+    operands: Sequence[jax.Array],
+    params: Params,
+    axes: tuple[str, ...],
+    weights: PartitionSpec,
+    mesh: Mesh,
 ) -> list[jax.Array]:
-    """The results of such an equation, whose rows `axes` split.
+    """The results of such an equation.
 
     Args:
       eqn: the equation.
       operands: rows, weights by group, and how many rows each group has: those of the first come first.
       params: its parameters.
-      axes: of the mesh; they divide the rows.
+      axes: of the mesh, that split the rows; they divide them.
+      weights: the placement of the weights, which splits no group from the others; its axes divide the features.
       mesh: the mesh.
     """
+    ((left, right), _) = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    entries = [*weights, *[None] * (operands[1].ndim - len(weights))]
+    rows: list[object] = [axes or None, *[None] * (operands[0].ndim - 1)]
+    for place, other in zip(left, right, strict=True):
+        rows[place] = entries[other]
+    out = [entry for d, entry in enumerate(rows) if d not in left]
+    out += [entry for d, entry in enumerate(entries) if d not in (0, *right)]
+    summed = tuple(axis for d in right for axis in axes_of_entry(entries[d]))
 
     def inside(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> list[jax.Array]:
+        if not axes:
+            return _on_one_device(eqn, (rows, weights, sizes), params, mesh)
         number = jnp.zeros((), sizes.dtype)
         for axis in axes:
             number = number * mesh.shape[axis] + lax.axis_index(axis).astype(sizes.dtype)
         first, ends = number * len(rows), jnp.cumsum(sizes)
         own = jnp.minimum(ends, first + len(rows)) - jnp.maximum(ends - sizes, first)
-        return bind(eqn, (rows, weights, jnp.maximum(own, 0).astype(sizes.dtype)), params)
+        return _on_one_device(eqn, (rows, weights, jnp.maximum(own, 0).astype(sizes.dtype)), params, mesh)
 
-    specs = [PartitionSpec(axes), PartitionSpec(), PartitionSpec()]
-    return in_region(inside, operands, specs, specs[:1], mesh, alone=True)
+    specs = [PartitionSpec(*rows), weights, PartitionSpec()]
+    return in_region(inside, operands, specs, [PartitionSpec(*out)], mesh, [summed], alone=True, as_is=True)
+
+
+def _on_one_device(eqn: Equation, operands: Sequence[jax.Array], params: Params, mesh: Mesh) -> list[jax.Array]:
+    """The product of what a device has: in blocks, or at once where that is little more to multiply."""
+    blocks = blocks_of(operands, params, mesh.devices.flat[0].platform == "cpu")
+    return bind(eqn, operands, params) if blocks is None else [blocks.multiply(*operands)]

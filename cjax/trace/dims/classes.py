@@ -80,6 +80,7 @@ class Dims:
         self.inputs: list[tuple[int, ...]] = []
         self.unknown: collections.Counter[str] = collections.Counter()
         self.matmuls: list[Matmul] = []
+        self.grouped: list[Matmul] = []  # rows by the weight of each's group, which is their one batched dim
         # Lookups in a weight: (input leaf, id of its looked-up dim, ids of the rows).
         self.tables: list[tuple[int, int, tuple[int, ...]]] = []
         self.splits: list[Split] = []

@@ -31,9 +31,10 @@ def packed_forms(dims: Dims, num_weights: int) -> dict[int, Form]:
     parts = _candidates(dims)
     if not parts:
         return {}
-    made = {key for m in dims.matmuls if (key := _made_by_weight(dims, m)) is not None}
+    products = (*dims.matmuls, *dims.grouped)
+    made = {key for m in products if (key := _made_by_weight(dims, m)) is not None}
     parts = {key: num for key, num in parts.items() if key in made}
-    for m in dims.matmuls:
+    for m in products:
         for d in m.contracted:  # read whole somewhere: its parts are no tensors of their own
             parts.pop(_key(dims, d), None)
     forms = {}

@@ -4,6 +4,7 @@ A rule is `rule(eqn, ins, before, after)`: the operands in the forms `before`; i
 `after`, or None where it can't.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -11,6 +12,7 @@ from jax import lax
 
 from cjax.jax_compat.core import Atom, Equation
 from cjax.jax_compat.random import is_threefry
+from cjax.trace.dims.products import is_by_rows
 from cjax.trace.jaxpr.evaluate import bind_as_is
 from cjax.trace.jaxpr.primitives import goes_by_element, having, name_of
 
@@ -166,6 +168,42 @@ def _dot_general(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: 
     return _bind(eqn, ins, dimension_numbers=numbers)
 
 
+def _ragged_dot_general(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
+    if not is_by_rows(eqn):
+        return None
+    numbers, (lhs, rhs, _) = eqn.params["ragged_dot_dimension_numbers"], before
+    ((left, right), batched) = numbers.dot_dimension_numbers
+    free = [num for i, num in enumerate(rhs) if i not in (0, *right)]
+    if lhs[0] > 1 or rhs[0] > 1 or any(lhs[a] != rhs[b] for a, b in zip(left, right, strict=True)):
+        return None
+    if (*(num for i, num in enumerate(lhs) if i not in left), *free) != after[0]:
+        return None
+    both = (_joined(_places(lhs), left), _joined(_places(rhs), right))
+    numbers = dataclasses.replace(numbers, dot_dimension_numbers=(both, batched))
+    return _bind(eqn, ins, ragged_dot_dimension_numbers=numbers)
+
+
+def _gather(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
+    """Of rows, each of them whole: the biases of whatever expert a row is of."""
+    numbers, shape, sizes = eqn.params["dimension_numbers"], shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
+    (operand, indices), kept = before, [d for d in range(len(shape)) if d not in numbers.collapsed_slice_dims]
+    apart = [d for d, num in enumerate(operand) if num > 1]
+    offsets = [after[0][d] for d in numbers.offset_dims]
+    if numbers.operand_batching_dims or max(indices) > 1 or offsets != [operand[d] for d in kept]:
+        return None
+    if any(d in numbers.start_index_map or d not in kept or sizes[d] != shape[d] for d in apart):
+        return None
+    if any(num > 1 for d, num in enumerate(after[0]) if d not in numbers.offset_dims):
+        return None
+    places, found = _places(operand), _places(after[0])
+    numbers = numbers._replace(
+        offset_dims=_joined(found, numbers.offset_dims),
+        collapsed_slice_dims=_joined(places, numbers.collapsed_slice_dims),
+        start_index_map=_joined(places, numbers.start_index_map),
+    )
+    return _bind(eqn, ins, dimension_numbers=numbers, slice_sizes=expand(sizes, operand))
+
+
 def _random_bits(eqn: Equation, ins: Sequence[jax.Array], before: Forms, after: Forms) -> list[jax.Array] | None:
     # Threefry numbers its bits in row-major order, whatever the shape; other generators promise nothing.
     key: Atom = eqn.invars[0]
@@ -201,6 +239,8 @@ RULES: dict[str, Rule] = {
     "slice": _slice,
     "split": _split,
     "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot_general,
+    "gather": _gather,
     "random_bits": _random_bits,
     "iota": _iota,
     "concatenate": _along("dimension"),

@@ -7,10 +7,11 @@ unites ids and may return False to say that it could not relate anything, which 
 import dataclasses
 from typing import Any
 
-from cjax.jax_compat.core import Equation, Literal, Var
-from cjax.trace.dims.classes import CutDim, Dims, Ids, Matmul, Scope
+from cjax.jax_compat.core import Equation, Literal
+from cjax.trace.dims.classes import CutDim, Dims, Ids, Scope
+from cjax.trace.dims.products import conv, dot_general, ragged_dot_general
 from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
-from cjax.trace.jaxpr.sources import GIVEN, WEIGHT
+from cjax.trace.jaxpr.sources import GIVEN
 from cjax.trace.jaxpr.view import cond_of, opened, scan_of, while_of
 
 # Results that hold the same numbers as their first operand: a weight stays a weight through them.
@@ -180,76 +181,6 @@ def stack(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Sco
         dims.unite_all(ids, [d for i, d in enumerate(outs[0]) if i != axis])
 
 
-def dot_general(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
-    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
-    lhs, rhs = ins
-    dims.unite_all([lhs[i] for i in lc], [rhs[i] for i in rc])
-    dims.unite_all([lhs[i] for i in lb], [rhs[i] for i in rb])
-    out = [lhs[i] for i in lb]
-    out += [d for i, d in enumerate(lhs) if i not in lc and i not in lb]
-    out += [d for i, d in enumerate(rhs) if i not in rc and i not in rb]
-    dims.unite_all(out, outs[0])
-    origin = [None if isinstance(v, Literal) else scope.origin.get(v) for v in eqn.invars]
-    contracted, batched = tuple(lhs[i] for i in lc), tuple(lhs[i] for i in lb)
-    numbers = (tuple(lc), tuple(rc))
-    out, weights, of_batch = tuple(outs[0]), _are_weights(eqn, scope), _are_of_batch(eqn, scope)
-    dims.matmuls.append(
-        Matmul(
-            tuple(lhs), tuple(rhs), contracted, batched, out, origin[0], origin[1], numbers,
-            weights=weights, of_batch=of_batch,
-        )
-    )  # fmt: skip
-
-
-def ragged_dot_general(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
-    """Rows in groups and a weight for each group; of other forms nothing is said. It is no matmul that a layout may
-    split: which rows a device would have of a group is known when they are there."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    ((left, right), (batched, _)), groups = numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
-    lhs, rhs = ins[0], ins[1]
-    if batched or len(groups) != 1:
-        return
-    dims.unite_all([lhs[i] for i in left], [rhs[i] for i in right])
-    out = [d for i, d in enumerate(lhs) if i not in left] + [d for i, d in enumerate(rhs) if i not in (*right, *groups)]
-    dims.unite_all(out, outs[0])
-
-
-def _are_weights(eqn: Equation, scope: Scope) -> tuple[bool, bool]:
-    first, second = (not isinstance(v, Literal) and _is_weight(v, scope) for v in eqn.invars)
-    return first, second
-
-
-def _are_of_batch(eqn: Equation, scope: Scope) -> tuple[bool, bool]:
-    """Whether operands depend on the batch."""
-    first, second = (not isinstance(v, Literal) and v not in scope.origin and v not in scope.source for v in eqn.invars)
-    return first, second
-
-
-def _is_weight(var: Var, scope: Scope) -> bool:
-    return var in scope.origin or scope.source.get(var) == WEIGHT
-
-
-def conv(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
-    numbers = eqn.params["dimension_numbers"]
-    lhs, rhs = ins
-    x, w, y = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    dims.unite(lhs[x[0]], outs[0][y[0]])
-    dims.unite_all([rhs[w[0]]], [outs[0][y[1]]])
-    grouped = eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1
-    if not grouped:
-        dims.unite(lhs[x[1]], rhs[w[1]])
-        origin = [None if isinstance(v, Literal) else scope.origin.get(v) for v in eqn.invars]
-        channels = (rhs[w[1]], rhs[w[0]])  # the window's own dims are never split
-        contracting = ((x[1],), (0,))
-        out = tuple(outs[0])
-        left, right, weights = origin[0], origin[1], _are_weights(eqn, scope)
-        dims.matmuls.append(
-            Matmul(tuple(lhs), channels, channels[:1], (), out, left, right, contracting, True, weights=weights)
-        )
-    elif dims.size[lhs[x[1]]] == dims.size[outs[0][y[1]]]:
-        dims.unite(lhs[x[1]], outs[0][y[1]])  # depthwise: the channel goes straight through
-
-
 def window(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     sizes = eqn.params["window_dimensions"]
     for ids in ins:
@@ -330,14 +261,15 @@ def call(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scop
 def scan(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
     loop = scan_of(eqn)
     inner = [ids if i < loop.first_x else ids[1:] for i, ids in enumerate(ins)]
-    origins, before = _origins(eqn, scope), len(dims.matmuls)
+    origins, before = _origins(eqn, scope), (len(dims.matmuls), len(dims.grouped))
     sources = _sources(eqn, scope)
     sources[loop.num_consts : loop.first_x] = [None] * loop.num_carry  # the next turn's may be made of the batch
     scope.inner[id(eqn)], results = dims.call(loop.body, inner, origins, sources)
     shared = {o for o in origins[: loop.first_x] if o is not None}
-    for index, m in enumerate(dims.matmuls[before:], before):
-        if {m.lhs_origin, m.rhs_origin} & shared:
-            dims.matmuls[index] = dataclasses.replace(m, looped=True)
+    for products, first in zip((dims.matmuls, dims.grouped), before, strict=True):
+        for index, m in enumerate(products[first:], first):
+            if {m.lhs_origin, m.rhs_origin} & shared:
+                products[index] = dataclasses.replace(m, looped=True)
     for result, given, out in zip(loop.last(results), loop.carries(ins), loop.last(outs), strict=True):
         dims.unite_all(result, out)
         dims.unite_all(result, given)

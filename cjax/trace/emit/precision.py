@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Params
 from cjax.trace.dims.find import Dims, Scope
-from cjax.trace.jaxpr.primitives import facts_of, having, name_of, named
+from cjax.trace.jaxpr.primitives import facts_of, having, name_of
 from cjax.trace.jaxpr.view import is_scan, opened, scan_of
 
 Values = list[jax.Array]
@@ -21,7 +21,7 @@ Values = list[jax.Array]
 LOWS = {"bfloat16": jnp.dtype(jnp.bfloat16), "float16": jnp.dtype(jnp.float16)}
 HIGH = jnp.dtype(jnp.float32)
 
-MATMULS = having("product") - named("ragged_dot_general")  # whose sums nobody asked to be stored low
+MATMULS = having("product")
 _STAYS_LOW = having("moves") | (having("same") - having("rounds")) | having("low")
 
 
@@ -54,8 +54,9 @@ class Lowering:
 
     def operands(self, eqn: Equation, ins: Values) -> tuple[Values, np.dtype]:
         """Operands of a matmul as they are multiplied, and the dtype of its result."""
-        if all(getattr(v.aval, "dtype", None) == HIGH for v in (*eqn.invars, *eqn.outvars)):
-            return [jnp.asarray(x).astype(self.low) for x in ins], self.low
+        if all(getattr(v.aval, "dtype", None) == HIGH for v in (*eqn.invars[:2], *eqn.outvars)):
+            low = [jnp.asarray(x).astype(self.low) for x in ins[:2]]
+            return [*low, *ins[2:]], self.low  # how many rows each group has, where they are in groups
         return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.outvars[0].aval.dtype
 
     def given(self, eqn: Equation, ins: Values, scope: Scope) -> tuple[Values, Params]:
@@ -96,5 +97,5 @@ class Lowering:
 
 def rounded_leaves(dims: Dims) -> set[int]:
     """Inputs that are multiplied or looked up in: weights that are rounded to the precision of the plan."""
-    products = [m.lhs_origin for m in dims.matmuls] + [m.rhs_origin for m in dims.matmuls]
+    products = [origin for m in (*dims.matmuls, *dims.grouped) for origin in (m.lhs_origin, m.rhs_origin)]
     return {o for o in products if o is not None} | {leaf for leaf, _, _ in dims.tables}

@@ -10,6 +10,7 @@ from cjax.planner.costs.compute import CROOKED, FUSED_BACK, UNALIGNED, Computing
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
 from cjax.planner.work import BATCH, ROWS, AttentionWork, Dims, MatmulWork, NamedTensor, Part, RingWork, WorkSplit
+from cjax.sharding.products.blocks import rows_multiplied
 
 PEAK, MEMORY, CORES = 1e14, 1e12, 100
 CARD = Hardware("card", 8, 8, 1, memory_bandwidth=MEMORY, bf16_flops=PEAK, f16_flops=PEAK, f32_flops=PEAK / 4)
@@ -59,6 +60,15 @@ def test_what_all_examples_make_is_shared_by_devices_and_not_by_micro_batches() 
     assert flops(made, width) == 1 / 4
     assert flops(made, width, data=6) == 1  # which does not divide them
     assert flops(examples, width) == flops(made, examples) == flops(examples, made) == 1 / 8
+
+
+def test_rows_in_groups_are_multiplied_in_blocks_and_few_by_all_groups() -> None:
+    """Time, and no work of the model's."""
+    for positions, groups in ((6400, 8), (4, 8)):
+        one, many = (passes(matmul(rows=(("batch", 2), ("position", positions)), groups=num)) for num in (1, groups))
+        for alone, grouped in zip(one, many, strict=True):
+            times = rows_multiplied(2 * positions, groups) / (2 * positions)
+            assert grouped.matmul[0] == pytest.approx(times * alone.matmul[0]) and grouped.flops[0] == alone.flops[0]
 
 
 def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one() -> None:

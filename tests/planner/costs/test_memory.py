@@ -31,6 +31,7 @@ QUICK = [
     "t5-base b64 | a100:4 | precision=bfloat16",
     "mixer-l b256 | h100:4 | zero=3 precision=bfloat16 remat=block",
     "moe 8x b32 | h100:4 | expert=2 zero=3 precision=bfloat16",
+    "sorted 8x b32 | h100:4 | data=2 tensor=2 zero=1 precision=bfloat16 remat=block",
 ]
 
 

@@ -78,7 +78,7 @@ def test_those_that_divide_are_shared_out_and_others_told_of() -> None:
             "expert=5 can't share out 4 or 6 experts evenly. Write a size that divides them: 2, 3, 4, 6.",
         ),
         (nn.Dense(8), "a weight of its own for each of several experts. Leave expert=5 out.$"),
-        (Sorted(), r"sorts tokens for its experts \(lax.ragged_dot\).* Leave expert=5 out, or write zero=3"),
+        (Sorted(), r"sorts tokens for its experts \(lax.ragged_dot\).* Leave expert=5 out, or write tensor=5"),
     ],
 )
 def test_what_can_not_be_shared_out(model: nn.Module, message: str) -> None:

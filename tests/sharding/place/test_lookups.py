@@ -77,3 +77,34 @@ def test_a_grid_moves_the_rows_or_the_table_whichever_is_less(vocab: int, moves_
     sizes = [int(np.prod(s.dims)) for each in found for s in each.shapes]
     of_rows, of_table = ROWS * LENGTH * WIDTH // 4, -(-vocab // 2) * WIDTH // 2
     assert (sizes.count(of_rows) == 2) == moves_rows and (sizes.count(of_table) == 2) != moves_rows
+
+
+class InOrder(nn.Module):
+    """All tokens, in an order of their own, and the best of each example."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        tokens = nn.Dense(self.width)(nn.Dense(WIDTH)(x)).reshape(-1, self.width)
+        order = jax.numpy.argsort(tokens[:, 0])
+        best = tokens[:, 0].reshape(len(x), -1).argmax(1) + jax.numpy.arange(len(x)) * x.shape[1]
+        made = nn.Dense(self.width)(jax.numpy.tanh(tokens[order]))
+        return made[jax.numpy.argsort(order)].var() + nn.Dense(1)(jax.numpy.tanh(tokens[best])).mean()
+
+
+@pytest.mark.parametrize(
+    ("width", "plan"), [(WIDTH, "data=4"), (WIDTH, "data=2 tensor=2d:4"), (9, "data=2 tensor=2d:4")]
+)
+def test_rows_are_put_in_order_and_back(width: int, plan: str) -> None:
+    """Of features that a grid does not divide, too."""
+    x = np.random.default_rng(0).normal(size=(ROWS, 6, 3)).astype(np.float32)
+    programs = [
+        cjax.parallelize(InOrder(width), lambda m, x: m(x), optax.sgd(0.1), x, text, devices=jax.devices()[:num])
+        for text, num in ((plan, 4 if plan == "data=4" else 8), ("data=1", 1))
+    ]
+    mine, theirs = (each.value_and_grad(begin(each), x) for each in programs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), mine, theirs)
+    if plan == "data=4":
+        gathered = programs[0].lower().as_text().count("stablehlo.all_gather")
+        assert gathered == 2, "but not for the few that are found where they are"

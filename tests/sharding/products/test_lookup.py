@@ -1,7 +1,7 @@
 """Lookups in split tables and picks from a split dim, against the same gather on one device; and gradients of gathers
 that nothing splits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,8 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from cjax.audit import audit
 from cjax.mesh import build_mesh
+from cjax.sharding.products import lookup
 from cjax.sharding.products.lookup import (
     find_across,
+    find_among,
     find_own,
     find_rows,
     is_lookup,
@@ -34,14 +36,16 @@ def mesh() -> Mesh:
     return build_mesh({"row": 2, "col": 2}, jax.devices()[:4])
 
 
+def walk(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, and of those within."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from walk(getattr(inner, "jaxpr", inner))
+
+
 def gathers(function: Callable[..., Any], *shapes: Any) -> list[Any]:
     """The gather equations of a function's jaxpr."""
-
-    def walk(jaxpr: Any) -> Any:
-        for eqn in jaxpr.eqns:
-            yield eqn
-            for inner in jex.jaxprs_in_params(eqn.params):
-                yield from walk(getattr(inner, "jaxpr", inner))
 
     return [e for e in walk(jax.make_jaxpr(function)(*shapes).jaxpr) if e.primitive.name == "gather"]
 
@@ -351,3 +355,23 @@ def test_other_gathers_stay_as_they_are() -> None:
     np.testing.assert_array_equal(gradient, [[2, 0, 0, 0, 0, 1]] * 4)
     (of_integers,) = gathers(lambda table, ids: table[ids], table, np.asarray([1, 3]))
     np.testing.assert_array_equal(whole(of_integers, table, jnp.asarray([[1], [3]])), table[np.asarray([1, 3])])
+
+
+@pytest.mark.parametrize("features", [None, "col"])
+def test_each_row_finds_another_of_the_batch(features: str | None) -> None:
+    """As where tokens are put in order for experts: some found twice, and some not at all."""
+    with jax.enable_x64(True):
+        values, indices = np.random.default_rng(0).normal(size=(24, 10)), some_indices(24, 16, outside=True)
+        (eqn,) = gathers(lambda values, at: values.at[at].get(mode="fill"), values, indices)
+    spec, rows = P("row", features), P("row", None)
+    assert_same(eqn, lambda x, at: find_among(eqn, x, at, spec, rows, mesh()), values, indices[:, None])
+
+
+def test_the_gradient_of_rows_in_order_is_added_up_in_float32_and_sent_in_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs are told to; on CPUs all of it is wide."""
+    monkeypatch.setattr(lookup, "raised_on_cpu", lambda values, mesh: values)
+    values, indices = jnp.ones((8, 4), jnp.bfloat16), jnp.zeros((16, 1), jnp.int32)
+    (eqn,) = gathers(lambda values, at: values.at[at].get(mode="fill"), values, indices[:, 0])
+    total = lambda x: find_among(eqn, x, indices, P("row", None), P("row", None), mesh()).sum()  # noqa: E731
+    found = {e.primitive.name: e.outvars[0].aval.dtype for e in walk(jax.make_jaxpr(jax.grad(total))(values).jaxpr)}
+    assert found["scatter-add"] == jnp.float32 and found["reduce_scatter"] == jnp.bfloat16

@@ -1,5 +1,6 @@
 """Rows in groups, split over devices, against all of them on one."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,27 +12,29 @@ from flax import linen as nn
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import PartitionSpec
 from starts import begin
 
 import cjax
 from cjax.audit import audit
 from cjax.mesh import compile_lowered
-from cjax.sharding.products.ragged import is_by_rows, multiply_rows
+from cjax.sharding.products.ragged import multiply_rows
+from cjax.trace.dims.products import is_by_rows
 
-ROWS, WIDTH, INNER, GROUPS = 24, 5, 3, 4
+ROWS, WIDTH, INNER, GROUPS = 24, 6, 4, 4
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(ROWS, WIDTH)).astype(np.float32)
 WEIGHTS = RNG.normal(size=(GROUPS, WIDTH, INNER)).astype(np.float32)
 MESH = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("data", "zero", "tensor"))
 
 
-@jax.jit
-def both(sizes: jax.Array) -> tuple[Any, Any]:
-    """The product and its gradients, on each device's rows and on all of them."""
+@functools.partial(jax.jit, static_argnums=1)
+def both(sizes: jax.Array, features: PartitionSpec) -> tuple[Any, Any]:
+    """The product and its gradients, on each device's rows and features, and on all of them."""
     (eqn,) = jax.make_jaxpr(lax.ragged_dot)(X, WEIGHTS, sizes).jaxpr.eqns
 
     def mine(x: jax.Array, w: jax.Array) -> jax.Array:
-        return multiply_rows(eqn, [x, w, sizes], eqn.params, ("data", "zero"), MESH)[0]
+        return multiply_rows(eqn, [x, w, sizes], eqn.params, ("data", "zero"), features, MESH)[0]
 
     def results(product: Any) -> Any:
         return jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(product(x, w))), (0, 1))(X, WEIGHTS)
@@ -39,13 +42,19 @@ def both(sizes: jax.Array) -> tuple[Any, Any]:
     return results(mine), results(lambda x, w: lax.ragged_dot(x, w, sizes))
 
 
-@given(st.lists(st.integers(0, ROWS), min_size=GROUPS - 1, max_size=GROUPS - 1), st.integers(0, 3))
-def test_equals_all_rows_on_one_device(ends: list[int], spare: int) -> None:
-    """Groups that are empty, or end anywhere, and rows that no group has."""
+PLACES = [PartitionSpec(), PartitionSpec(None, None, "tensor"), PartitionSpec(None, "tensor")]
+
+
+@given(
+    st.lists(st.integers(0, ROWS), min_size=GROUPS - 1, max_size=GROUPS - 1), st.integers(0, 3), st.sampled_from(PLACES)
+)
+def test_equals_all_rows_on_one_device(ends: list[int], spare: int, features: PartitionSpec) -> None:
+    """Groups that are empty, or end anywhere, and rows that no group has; whole weights, and those of which devices
+    make or sum over some of the features."""
     ends = sorted([*ends, ROWS])
     sizes = np.diff([0, *ends]).astype(np.int32)
     sizes[-1] = max(0, sizes[-1] - spare)
-    mine, theirs = both(sizes)
+    mine, theirs = both(sizes, features)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), mine, theirs)
 
 
@@ -93,9 +102,10 @@ def test_experts_of_sorted_tokens_train_as_on_one_device(plan: str) -> None:
 
 
 def test_nothing_of_them_is_left_to_the_partitioner() -> None:
-    """Two products, each once forward and once for the gradients; and the two sorts."""
+    """Two products, each once forward and once for the gradients; the lookups of rows in order, which have no gradient,
+    and of those put back; and the two sorts."""
     text = program_of("data=4", jax.devices()[:4]).lower().as_text()
-    assert text.count("sdy.manual_computation") == 4 + 2
+    assert text.count("sdy.manual_computation") == 4 + 1 + 2 + 2
 
 
 @pytest.mark.aot
