@@ -17,6 +17,7 @@ from zoo_linen import EMBED, FFN, SEQ, MoEDecoder
 
 import cjax
 from cjax.audit import audit
+from cjax.mesh import compile_lowered
 from cjax.sharding.products import blocks
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
@@ -69,9 +70,9 @@ def test_trains_as_its_author_would_in_blocks(plan: str, monkeypatch: pytest.Mon
     blocks.block_length.cache_clear()
 
 
-def program_of(plan: str, **given: Any) -> Any:
+def program_of(plan: str, mixture: Any = Dropless, **given: Any) -> Any:
     batch = {"tokens": jax.ShapeDtypeStruct((BATCH, SEQ + 1), np.int32)}
-    return cjax.parallelize(MoEDecoder(0, Dropless), next_token, optax.sgd(0.1), batch, plan, **given)
+    return cjax.parallelize(MoEDecoder(0, mixture), next_token, optax.sgd(0.1), batch, plan, **given)
 
 
 def test_a_device_has_its_features_of_every_expert() -> None:
@@ -110,3 +111,15 @@ def test_sorted_tokens_are_multiplied_in_half_precision() -> None:
     found = re.findall(r"dot_general.*: \((tensor<[^)]*)\) ->", text)
     assert any("<4x40x2x64xbf16>" in operands for operands in found)
     assert not [operands for operands in found if "f32" in operands]
+
+
+@pytest.mark.aot
+def test_what_two_products_were_given_has_one_gradient_reduced_in_half_precision() -> None:
+    """By gate and value of each expert, on GPUs."""
+    program = program_of("tensor=8 precision=bfloat16", Sorted, devices="h100:8")
+    facts = audit(compile_lowered(program.lower(), list(program.mesh.devices.flat)), program.mesh)
+    found = [
+        (each.count, str(shape.dtype))
+        for each in facts.collectives for shape in each.shapes if shape.dims == (BATCH * SEQ, EMBED)
+    ]  # fmt: skip
+    assert found == [(3, "bf16"), (3, "bf16")]

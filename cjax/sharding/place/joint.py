@@ -19,6 +19,7 @@ from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Scope
+from cjax.trace.dims.products import is_by_rows
 from cjax.trace.emit.emit import layer_of, number
 from cjax.trace.emit.precision import HIGH, Lowering
 from cjax.trace.jaxpr.evaluate import equations, evaluate
@@ -89,9 +90,9 @@ class JointProducts:
         copies = {eqn.outvars[0]: eqn for eqn in eqns if _is_copy(eqn) and id(eqn) not in taken}
         together: dict[tuple[Var, np.dtype, frozenset[str]], list[tuple[Equation, Equation | None, bool]]] = {}
         for eqn in eqns:
-            if name_of(eqn) != "dot_general" or id(eqn) in taken:
+            if not (name_of(eqn) == "dot_general" or is_by_rows(eqn)) or id(eqn) in taken:
                 continue
-            for place in range(2):
+            for place in range(1 if is_by_rows(eqn) else 2):
                 axes = self._partial(eqn, place, scope)
                 if axes:
                     var, dtype = variable_of(eqn, place), self._dtype(eqn, place)
@@ -143,14 +144,17 @@ class JointProducts:
         var, other = eqn.invars[place], eqn.invars[1 - place]
         if isinstance(var, Literal) or isinstance(other, Literal) or var is other:
             return frozenset()
-        contracting, batched = eqn.params["dimension_numbers"]
+        if is_by_rows(eqn):
+            contracting, batched = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0], ((), (0,))
+        else:
+            contracting, batched = eqn.params["dimension_numbers"]
         bound = {*contracting[1 - place], *batched[1 - place]}
         spec = self._layout.spec(self._dims.of(other, scope), other.aval.shape)
         return frozenset(a for d, entry in enumerate(spec) if d not in bound for a in axes_of_entry(entry))
 
     def _dtype(self, eqn: Equation, place: int) -> np.dtype:
         """In which dtype an operand is multiplied."""
-        lowered = self._lowering is not None and all(v.aval.dtype == HIGH for v in (*eqn.invars, *eqn.outvars))
+        lowered = self._lowering is not None and all(v.aval.dtype == HIGH for v in (*eqn.invars[:2], *eqn.outvars))
         return self._lowering.low if self._lowering is not None and lowered else eqn.invars[place].aval.dtype
 
     def beside(self, eqn: Equation, operands: list[Any], scope: Scope) -> list[Any]:
@@ -176,7 +180,8 @@ class JointProducts:
           read: what the operand is, or is rounded from.
           scope: the dims of its variables.
         """
-        return self._waits and read not in self._of_all_layers and not self._summed(eqn, 1 - place, scope)
+        waits = self._waits and not is_by_rows(eqn)  # of which no weight's gradient is a matmul of its own
+        return waits and read not in self._of_all_layers and not self._summed(eqn, 1 - place, scope)
 
     def evaluate(
         self, group: Group[Joint], ins: list[Any], apply: Callable[[Equation, list[Any]], list[Any]]
