@@ -163,12 +163,14 @@ class _FormReader:
         # inverted.
         if name in ("ne", "eq") and read[0] is not None and _is_zero(eqn.invars[1]):
             self._conjuncts(read[0], inverted == (name == "ne"))
+        elif name == "convert_element_type" and is_bool and read[0] is not None:
+            self._conjuncts(read[0], inverted)
         elif name == "not" and is_bool:
             self._conjuncts(known[0], not inverted)
         elif len(known) == 2 and (name == "or" and is_bool if inverted else together):
             for below in known:
                 self._conjuncts(below, inverted)
-        elif name in MOVES and bool(literal_of(eqn, 0).val) != inverted:
+        elif name in MOVES and isinstance(eqn.invars[0], Literal) and bool(literal_of(eqn, 0).val) != inverted:
             pass  # one number everywhere, that hides nothing
         else:
             self.masks.append((node, inverted))

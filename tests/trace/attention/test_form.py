@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from cjax.trace.attention.find import Attention, find_attentions
 from cjax.trace.attention.form import HIDDEN, KernelForm, NoForm, kernel_form
@@ -170,6 +171,12 @@ def test_masks_are_taken_apart_where_all_must_hold() -> None:
     form = held(with_logits(product), Q, K, V, np.maximum(SEGMENTS, [[1] + [0] * 7]))
     assert form.causal and [inverted for _, inverted in form.masks] == [False]
 
+    def numbers(s: Any, seen: Any) -> Any:
+        return jnp.where((causal().astype(jnp.float32) * seen[:, None, None, :]).astype(bool), s, -1e9)
+
+    form = held(with_logits(numbers), Q, K, V, np.maximum(SEGMENTS, [[1] + [0] * 7]))
+    assert form.causal and [inverted for _, inverted in form.masks] == [False]
+
 
 def test_segments_are_no_mask_of_positions() -> None:
     ids = SEGMENTS[:, :S]
@@ -183,12 +190,18 @@ def test_segments_are_no_mask_of_positions() -> None:
 
 
 def test_layers_of_flax() -> None:
-    """Which scale queries before the product: nothing is left to do to the scores."""
+    """Which scale queries before the product, or scores behind it, and make masks of numbers."""
 
     def layer(q: Any, k: Any, v: Any) -> Any:
         return nn.dot_product_attention(q, k, v, mask=nn.make_causal_mask(jnp.ones((B, S))))
 
     assert held(layer, *SQUARE) == KernelForm(1.0, True, None, (), ())
+
+    def newer(q: Any, k: Any, v: Any) -> Any:
+        return nnx.dot_product_attention(q, k, v, mask=nnx.make_causal_mask(jnp.ones((B, S))))
+
+    form = held(newer, *SQUARE)
+    assert form.causal and not form.masks
 
 
 @pytest.mark.parametrize(
