@@ -47,6 +47,7 @@ def multiply_rows(
     summed = tuple(axis for d in right for axis in axes_of_entry(entries[d]))
 
     def inside(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> list[jax.Array]:
+        sizes = sizes.astype(jnp.int32)  # an author's may be of few bits, or without a sign
         if not axes:
             return _on_one_device(eqn, (rows, weights, sizes), params, mesh)
         number = jnp.zeros((), sizes.dtype)
@@ -54,7 +55,7 @@ def multiply_rows(
             number = number * mesh.shape[axis] + lax.axis_index(axis).astype(sizes.dtype)
         first, ends = number * len(rows), jnp.cumsum(sizes)
         own = jnp.minimum(ends, first + len(rows)) - jnp.maximum(ends - sizes, first)
-        return _on_one_device(eqn, (rows, weights, jnp.maximum(own, 0).astype(sizes.dtype)), params, mesh)
+        return _on_one_device(eqn, (rows, weights, jnp.maximum(own, 0)), params, mesh)
 
     specs = [PartitionSpec(*rows), weights, PartitionSpec()]
     return in_region(inside, operands, specs, [PartitionSpec(*out)], mesh, [summed], alone=True, as_is=True)

@@ -46,15 +46,18 @@ PLACES = [PartitionSpec(), PartitionSpec(None, None, "tensor"), PartitionSpec(No
 
 
 @given(
-    st.lists(st.integers(0, ROWS), min_size=GROUPS - 1, max_size=GROUPS - 1), st.integers(0, 3), st.sampled_from(PLACES)
+    st.lists(st.integers(0, ROWS), min_size=GROUPS - 1, max_size=GROUPS - 1),
+    st.integers(0, 3),
+    st.sampled_from(PLACES),
+    st.sampled_from(["int32", "uint8"]),
 )
-def test_equals_all_rows_on_one_device(ends: list[int], spare: int, features: PartitionSpec) -> None:
+def test_equals_all_rows_on_one_device(ends: list[int], spare: int, features: PartitionSpec, dtype: str) -> None:
     """Groups that are empty, or end anywhere, and rows that no group has; whole weights, and those of which devices
     make or sum over some of the features."""
     ends = sorted([*ends, ROWS])
     sizes = np.diff([0, *ends]).astype(np.int32)
     sizes[-1] = max(0, sizes[-1] - spare)
-    mine, theirs = both(sizes, features)
+    mine, theirs = both(sizes.astype(dtype), features)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), mine, theirs)
 
 
