@@ -96,6 +96,11 @@ class Card:
         """Whether XLA compiles for this card when it is not here."""
         return self.chip is not None
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether JAX's kernels for NVIDIA's Hopper cards are for this one."""
+        return self.chip is not None and self.chip.compute_capability.startswith("major: 9")
+
     def xla_target(self) -> str:
         """This card as the text proto that `jax.experimental.topologies` takes as `target_config`."""
         assert self.chip is not None, "asked before: is_compilable"

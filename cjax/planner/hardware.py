@@ -58,6 +58,12 @@ class Hardware:
     power: float | None = None
     pcie_bandwidth: float | None = None
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether the devices are NVIDIA's Hopper cards, for which there are kernels that others have not."""
+        card = card_of_kind(self.name)
+        return card is not None and card.is_hopper
+
     def matmul_flops(self, dtype: str) -> float | None:
         """Peak FLOP/s of matmuls with operands of this dtype, such as `"bfloat16"`; None where unknown."""
         return {"bfloat16": self.bf16_flops, "float16": self.f16_flops, "float32": self.f32_flops}.get(dtype)

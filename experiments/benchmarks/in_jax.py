@@ -28,6 +28,7 @@ ACT: dict[str, Callable[[jax.Array], jax.Array]] = {
     "vit": functools.partial(jax.nn.gelu, approximate=False),
     "llama": jax.nn.silu,
     "t5": jax.nn.relu,
+    "mixture": jax.nn.silu,
 }
 
 
@@ -77,6 +78,18 @@ def relative(config: Any, length: int, both_ways: bool) -> np.ndarray:
     return np.where(size < exact, size, wide) + (num * (distance > 0) if both_ways else 0)
 
 
+def experts(y: jax.Array, w: Weights, act: Callable[[jax.Array], jax.Array], top: int) -> jax.Array:
+    """Of each token's `top` experts the weighted sum; tokens are sorted by expert for it."""
+    tokens, num = y.reshape(-1, y.shape[-1]), w["router"].shape[-1]
+    weights, which = lax.top_k(jax.nn.softmax((tokens @ w["router"]).astype(jnp.float32)), top)
+    expert = which.reshape(-1)
+    order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=num)
+    given = tokens[order // top]
+    inner = act(lax.ragged_dot(given, w["gate"], sizes)) * lax.ragged_dot(given, w["up"], sizes)
+    made = lax.ragged_dot(inner, w["down"], sizes)[jnp.argsort(order)].reshape(-1, top, y.shape[-1])
+    return (made * weights[..., None].astype(y.dtype)).sum(1).reshape(y.shape)
+
+
 @dataclass(frozen=True)
 class Stack:
     """Layers of one kind that are scanned.
@@ -88,6 +101,7 @@ class Stack:
         kernel: of attention; None for plain XLA.
         remat: "none"; "dots", elementwise operations are recomputed; "block", everything is.
         unroll: layers that a turn of the scan's loop computes.
+        top: experts that a token is sent to, of a mixture.
     """
 
     act: Callable[[jax.Array], jax.Array]
@@ -98,6 +112,7 @@ class Stack:
     kernel: Any
     remat: str
     unroll: int
+    top: int
 
     def __call__(
         self, x: jax.Array, layers: Weights, angles: Any = None, bias: Any = None, memory: Any = None, seen: Any = None
@@ -117,6 +132,8 @@ class Stack:
             return linear(mixed, w, f"{name}out", 2)
 
         def mlp(y: jax.Array, w: Weights) -> jax.Array:
+            if "router" in w:
+                return experts(y, w, self.act, self.top)
             up = linear(y, w, "up")
             return linear(self.act(linear(y, w, "gate")) * up if "gate" in w else self.act(up), w, "down")
 
@@ -138,7 +155,7 @@ class Stack:
 
 def _keeps(primitive: Any, *_: Any, **__: Any) -> bool:
     """Products and what attention gave: the rest is elementwise, and a scan would keep all of it, half in float32."""
-    return primitive.name == "dot_general" or primitive.name.startswith("dot_product_attention")
+    return primitive.name in ("dot_general", "ragged_dot_general") or primitive.name.startswith("dot_product_attention")
 
 
 def loss_of(
@@ -164,6 +181,7 @@ def loss_of(
         scale=scale,
         remat=remat,
         unroll=unroll,
+        top=getattr(config, "top", 0),
         kernel="cudnn" if on_gpu and dtype == jnp.bfloat16 else None,
     )
 
@@ -181,7 +199,7 @@ def loss_of(
         x = x + weights["positions"][:length]
     if kind == "bert":
         x = norm(x + weights["types"][0], low, "norm", epsilon)
-    if kind == "llama":
+    if kind in ("llama", "mixture"):
         angles = rotary(config, length)
     if kind == "t5":
         both = low["encoder_relative"][relative(config, length, True)].transpose(2, 0, 1)[None]

@@ -46,6 +46,9 @@ def _layers(row: Row, count: int, cross: bool = False) -> Weights:
         found |= {"down_bias": (e,), "norm1_bias": (e,), "norm2_bias": (e,)}
     if row.kind == "llama" or getattr(config, "gated", False):
         found["gate"] = (e, f)
+    if row.kind == "mixture":
+        x = config.num_experts
+        found |= {"router": (e, x), "gate": (x, e, f), "up": (x, e, f), "down": (x, f, e)}
     if cross:
         found |= {f"cross_{name}": shape for name, shape in attention.items()} | {"norm3": (e,)}
     return {name: (count, *shape) for name, shape in found.items()}

@@ -59,6 +59,37 @@ class MLP(nn.Module):
         return self.down(inner)
 
 
+class Experts(nn.Module):
+    """Of each token's `top` experts the weighted sum; tokens are sorted by expert for it, and experts multiply their
+    rows in one kernel."""
+
+    def __init__(self, width: int, inner: int, num: int, top: int):
+        super().__init__()
+        self.num, self.top = num, top
+        self.router = nn.Linear(width, num, bias=False)
+        self.gate, self.up, self.down = (
+            nn.Parameter(torch.randn(num, *shape) / math.sqrt(shape[0]))
+            for shape in ((width, inner), (width, inner), (inner, width))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        weights, which = self.router(tokens).float().softmax(-1).topk(self.top, dim=-1)
+        expert, order = which.flatten().sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(self.num, device=x.device), right=True).int()
+        # Autocast knows nothing of this product.
+        given = tokens[order // self.top].to(torch.bfloat16)
+        gate, up, down = (weight.to(torch.bfloat16) for weight in (self.gate, self.up, self.down))
+        inner = F.silu(grouped(given, gate, ends)) * grouped(given, up, ends)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        made = grouped(inner, down, ends)[back].unflatten(0, (-1, self.top))
+        return (made * weights[..., None].to(made.dtype)).sum(1).view_as(x).to(x.dtype)
+
+
+def grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return getattr(F, "grouped_mm", torch._grouped_mm)(rows, weights, offs=ends)
+
+
 class Block(nn.Module):
     """Norms before the branches, or after them, as in BERT."""
 
@@ -76,15 +107,15 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """GPT, BERT, ViT or Llama of a row, and its loss."""
+    """GPT, BERT, ViT, Llama or mixture of a row, and its loss."""
 
     def __init__(self, row: Row):
         super().__init__()
         config, kind = row.config, row.kind
-        self.kind, width, llama = kind, config.embed_dim, kind == "llama"
+        self.kind, width, llama = kind, config.embed_dim, kind in ("llama", "mixture")
         head_dim = getattr(config, "head_dim", None) or width // config.num_heads
         key_heads = config.num_kv_heads if llama else config.num_heads
-        epsilon = {"gpt": 1e-5, "bert": 1e-12, "vit": 1e-6, "llama": 1e-5}[kind]
+        epsilon = {"bert": 1e-12, "vit": 1e-6}.get(kind, 1e-5)
         act = F.silu if llama else (lambda x: F.gelu(x, approximate="tanh" if kind == "gpt" else "none"))
         inner = config.mlp_dim or 4 * width
 
@@ -92,7 +123,10 @@ class Model(nn.Module):
             return nn.RMSNorm(width, eps=epsilon) if llama else nn.LayerNorm(width, eps=epsilon)
 
         def block() -> Block:
-            attention = Attention(width, config.num_heads, head_dim, key_heads, kind in ("gpt", "llama"), not llama)
+            causal = kind in ("gpt", "llama", "mixture")
+            attention = Attention(width, config.num_heads, head_dim, key_heads, causal, not llama)
+            if kind == "mixture":
+                return Block(attention, Experts(width, inner, config.num_experts, config.top), norm, False)
             return Block(attention, MLP(width, inner, act, llama, not llama), norm, kind == "bert")
 
         self.blocks = nn.ModuleList([block() for _ in range(config.num_layers)])
@@ -127,7 +161,7 @@ class Model(nn.Module):
             x = self.embed(batch["inputs"])
             if self.kind in ("gpt", "bert"):
                 x = x + self.positions
-        rotary = None if self.kind != "llama" else (self.angles.cos(), self.angles.sin())
+        rotary = None if self.kind not in ("llama", "mixture") else (self.angles.cos(), self.angles.sin())
         if self.kind == "bert":
             x = self.norm(x + self.types)
         for block in self.blocks:

@@ -17,10 +17,12 @@ from cjax.models.t5 import RelativeBias
 
 # Names of the layers' weights in cjax's models.
 ATTENTION = {"q": "query", "k": "key", "v": "value", "out": "out"}
-MLP = {"up": "up", "gate": "gate", "down": "down"}
+MLP = {"up": "up", "gate": "gate", "down": "down", "router": "router"}
 
 
 def linear(name: str, layer: Any) -> dict[str, jax.Array]:
+    if isinstance(layer, nnx.Param):
+        return {name: layer[...]}
     found = {name: layer.kernel[...]}
     return found if layer.bias is None else found | {f"{name}_bias": layer.bias[...]}
 
@@ -58,7 +60,7 @@ def copied(row: Row, model: Any) -> dict[str, Any]:
         found |= {"encoder_relative": model.encoder_bias.table.embedding[...]}
         return found | {"relative": model.decoder_bias.table.embedding[...]}
     found["layers"] = stacked(model.blocks)
-    if row.kind == "llama":
+    if row.kind in ("llama", "mixture"):
         return found | norm("norm", model.norm) | ({} if row.config.tied else linear("head", model.head))
     found["positions"] = model.position_embed.embedding[...]
     if row.kind == "gpt":

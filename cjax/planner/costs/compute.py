@@ -27,6 +27,7 @@ from cjax.planner.work import (
     shares_rows,
 )
 from cjax.sharding.products.blocks import rows_multiplied
+from cjax.sharding.products.tiles import rows_in_tiles, suits
 
 # Results of a tile, and how well it runs beside the largest.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.8))
@@ -103,6 +104,7 @@ class Computing:
         self._split, self._share, self._data = split, share, data
         self._is_half = precision != PRECISIONS.index("float32")
         self._software, self._cores = calibration.software, calibration.cores
+        self._has_tiles = hardware.is_hopper
         # What a chip has no units for, it computes in float32.
         whole = hardware.matmul_flops("float32") or np.inf
         self._peak = np.array([hardware.matmul_flops(name) or whole for name in PRECISIONS])[precision]
@@ -155,9 +157,18 @@ class Computing:
         there = self._matmul(batch, rows, inner, outer)
         back = self._matmul(batch, rows, outer, inner) + self._matmul(batch, inner, rows, outer)
         if product.groups > 1:
-            times = np.vectorize(rows_multiplied)(np.ceil(rows).astype(int), product.groups) / rows
+            times = self._multiplied(product.groups, rows, inner, outer) / rows
             there, back = (dataclasses.replace(each, matmul=each.matmul * times) for each in (there, back))
         return there * product.times, back * product.times
+
+    def _multiplied(self, groups: int, rows: np.ndarray, inner: np.ndarray, outer: np.ndarray) -> np.ndarray:
+        """In how many rows' time a device multiplies rows in so many groups: by a kernel, or in blocks."""
+        num = np.ceil(rows).astype(int)
+        return np.where(
+            self._has_tiles & self._is_half & suits(num, inner, outer),
+            rows_in_tiles(num, groups),
+            np.vectorize(rows_multiplied)(num, groups),
+        )
 
     def _order(self, product: MatmulWork) -> list[int]:
         """In which order a product's dims are served by axes. Along that of experts which are shared out, their own

@@ -18,6 +18,7 @@ from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
 from cjax.planner.work import BATCH, Form, HeldWeight, Kept, NamedTensor, Work, WorkSplit, elements
 from cjax.sharding.products.blocks import rows_in_blocks
+from cjax.sharding.products.tiles import suits
 
 # Of what a step needs beside what is stored, what XLA leaves free between values of all sizes and lifetimes; the second
 # for an old XLA (`needs_more_memory`), the third where positions or grids make it move pieces of what layers read, or
@@ -144,6 +145,7 @@ class _Memory:
         self.is_old = needs_more_memory()
         self.gaps = GAPS_OLD if self.is_old else GAPS
         self.rows = self._rows()
+        self.has_tiles = hardware.is_hopper
 
     def cost(self) -> MemoryCost:
         table, over = self.table, self._zero_shares()
@@ -297,6 +299,7 @@ class _Memory:
                 inner, outer = self.split.local(product.inner), self.split.local(product.outer)
                 rows = np.ceil(self.split.local(product.rows) / self.shares).astype(int)
                 filled = np.asarray([rows_in_blocks(num, product.groups) for num in rows.tolist()], float)
+                filled = np.where(self.has_tiles & (half == 2) & suits(rows, inner, outer), 0.0, filled)
                 sizes[at] += filled * (inner + outer) * half + (filled > 0) * product.groups * inner * outer * 4
         again = (self.table.remat == REMATS.index("block")) & (not self.is_old)
         return again * sizes.max(0, initial=0.0)

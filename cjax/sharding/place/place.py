@@ -51,6 +51,7 @@ from cjax.trace.emit.emit import Hooks, bind, number
 from cjax.trace.emit.precision import LOWS, MATMULS, Lowering, rounded_leaves
 from cjax.trace.jaxpr.compared import compared, extreme
 from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
+from cjax.trace.jaxpr.evenly import found_evenly
 from cjax.trace.jaxpr.groups import Changed, Group
 from cjax.trace.jaxpr.primitives import facts_of, name_of, named
 from cjax.trace.reading import Trace
@@ -123,6 +124,7 @@ class Placer(Hooks):
         self._tables = {leaf for leaf, _, _ in dims.tables}
         self._rounded = rounded_leaves(dims)
         self._compared = compared(trace.closed.jaxpr)
+        self._evenly = found_evenly(trace.closed.jaxpr)
         self._on_gpus = on_gpus(mesh)
         self._remade = remade(trace.closed.jaxpr, trace.runs) if self._on_gpus else frozenset[int]()
         self._by_rows = self._on_gpus and hands_on_rows(trace)
@@ -258,7 +260,8 @@ class Placer(Hooks):
             return in_groups
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
-            return look_up_whole(eqn, ins, given) if name_of(eqn) == "gather" else bind(eqn, ins, given)
+            times = self._evenly.get(id(eqn))
+            return look_up_whole(eqn, ins, given, times) if name_of(eqn) == "gather" else bind(eqn, ins, given)
         if name_of(eqn) in INSIDE and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         ins = self._off_grid(eqn, ins, scope)

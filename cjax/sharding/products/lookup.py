@@ -268,8 +268,10 @@ def _wide(local: Callable[..., list[jax.Array]]) -> Callable[..., list[jax.Array
     return wide
 
 
-def look_up_whole(eqn: Equation, ins: Sequence[ArrayLike], params: Params) -> list[jax.Array]:
+def look_up_whole(eqn: Equation, ins: Sequence[ArrayLike], params: Params, times: int | None = None) -> list[jax.Array]:
     """A gather as it stands, but that the gradient of rows of 16 bits is added up in float32, and rounded once.
+
+    With `times`, it finds every row so often (`cjax.trace.jaxpr.evenly`): their gradients are looked up in turn.
 
     And that of one entry for each row is compared for: scattered, zeros as large as the operand would be written, and
     read again by whatever is added. GPUs add numbers of 16 bits one by one, each waiting for the last: 75 ms for the
@@ -282,7 +284,7 @@ def look_up_whole(eqn: Equation, ins: Sequence[ArrayLike], params: Params) -> li
     picks = dim == operand.ndim - 1 and tuple(numbers.start_indices_batching_dims) == rows
     picks = picks and math.prod(indices.shape[operand.ndim - 1 :]) == 1
     is_low = is_lookup(eqn) and operand.dtype in LOW_DTYPES
-    if not jnp.issubdtype(operand.dtype, jnp.floating) or not (picks or is_low):
+    if not jnp.issubdtype(operand.dtype, jnp.floating) or not (picks or is_low or times):
         return bind_as_is(eqn, (operand, indices), params)
 
     def plain(operand: jax.Array, indices: jax.Array) -> jax.Array:
@@ -292,6 +294,12 @@ def look_up_whole(eqn: Equation, ins: Sequence[ArrayLike], params: Params) -> li
         return plain(operand, indices), indices
 
     def backward(indices: jax.Array, gradient: jax.Array) -> tuple[jax.Array, None]:
+        if times:
+            order, rows = jnp.argsort(indices.reshape(-1)), gradient.reshape(-1, *operand.shape[1:])
+            each = rows.at[order].get(mode="promise_in_bounds", unique_indices=True)
+            each = each.reshape(len(operand), times, *operand.shape[1:])
+            wide = jnp.promote_types(operand.dtype, jnp.float32)
+            return (each[:, 0] if times == 1 else each.sum(1, dtype=wide)).astype(operand.dtype), None
         if not picks:
             shape = jax.ShapeDtypeStruct(operand.shape, jnp.float32)
             (summed,) = jax.linear_transpose(lambda table: plain(table, indices), shape)(gradient.astype(jnp.float32))

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from cjax.jax_compat.core import Equation, Params
 from cjax.sharding.products.blocks import blocks_of
 from cjax.sharding.products.region import in_region
+from cjax.sharding.products.tiles import tiles_of
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.emit.emit import bind
 
@@ -62,6 +63,7 @@ def multiply_rows(
 
 
 def _on_one_device(eqn: Equation, operands: Sequence[jax.Array], params: Params, mesh: Mesh) -> list[jax.Array]:
-    """The product of what a device has: in blocks, or at once where that is little more to multiply."""
-    blocks = blocks_of(operands, params, mesh.devices.flat[0].platform == "cpu")
-    return bind(eqn, operands, params) if blocks is None else [blocks.multiply(*operands)]
+    """The product of what a device has: by a kernel, in blocks, or at once where that is little more to multiply."""
+    device = mesh.devices.flat[0]
+    by = tiles_of(operands, params, device) or blocks_of(operands, params, device.platform == "cpu")
+    return bind(eqn, operands, params) if by is None else [by.multiply(*operands)]
