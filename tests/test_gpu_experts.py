@@ -27,10 +27,10 @@ FORMS = {
 # Rows of each group: even and not; none; one alone; rows left that no group has.
 SIZES = {
     "even": (512, [128] * 4),
-    "uneven": (700, [1, 313, 127, 259]),
+    "uneven": (768, [1, 313, 127, 327]),
     "empty": (640, [0, 500, 0, 140]),
-    "one": (333, [0, 0, 333, 0]),
-    "some left": (900, [130, 7, 301, 64]),
+    "one": (384, [0, 0, 384, 0]),
+    "some left": (896, [130, 7, 301, 64]),
     "none": (256, [0, 0, 0, 0]),
 }
 

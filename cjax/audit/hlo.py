@@ -258,7 +258,18 @@ def matmul_flops(instruction: Instruction, operands: list[Shape]) -> float | Non
         if target.endswith("BackwardInput"):
             return _convolution_flops(instruction, operands[1], operands[0])
         return _convolution_flops(instruction, operands[1], instruction.shapes[0])
-    return None
+    return _grouped_flops(instruction.shapes[0], operands) if target.startswith("mosaic_gpu") else None
+
+
+def _grouped_flops(made: Shape, operands: list[Shape]) -> float | None:
+    """Of rows in groups by their groups' weights, or of the gradient of these; None of other kernels in Pallas."""
+    if len(operands) < 3:
+        return None
+    sizes, left, right = operands[0], operands[-2], operands[-1]
+    grouped = [shape for shape in (right, made) if len(shape.dims) == 3]
+    if len(left.dims) != 2 or len(sizes.dims) != 1 or [shape.dims[0] for shape in grouped] != [sizes.dims[0]]:
+        return None
+    return 2.0 * (left.size * right.dims[-1] if grouped[0] is made else made.size * left.dims[1])
 
 
 def _convolution_flops(instruction: Instruction, kernel: Shape, output: Shape) -> float | None:

@@ -5,10 +5,9 @@ from typing import Any
 
 import jax
 
-# Of tiles that a multiprocessor multiplies at a time, [128, 64] by [64, 128], of which five are on their way to it; the
-# fastest of those tried on an H200 (docs/gpu.md).
-TILE, DEPTH, STAGES = 128, 64, 5
-ROWS = 8  # divides the number of rows
+# Of tiles that a multiprocessor multiplies at a time, [128, 64] by [64, 128], of which four are on their way to it.
+# Wider tiles were three times slower on an H200; a fifth on its way gained 0 to 8 % (docs/gpu.md).
+TILE, DEPTH, STAGES = 128, 64, 4
 
 
 def is_hopper(device: Any) -> bool:
@@ -29,8 +28,8 @@ def by_group(rows: jax.Array, weights: jax.Array, sizes: jax.Array, turned: bool
     Public instead: `jax.lax.ragged_dot`, once XLA no longer multiplies all rows by all weights on GPUs.
 
     Args:
-      rows: [rows, in], of 16 bits; 8 divides their number.
-      weights: [groups, in, out], or [groups, out, in] if `turned`; 128 divides both.
+      rows: [rows, in], of 16 bits.
+      weights: [groups, in, out], or [groups, out, in] if `turned`; 128 divides all dims but the groups'.
       sizes: int32[groups], how many rows each has; those of the first come first.
       turned: see `weights`.
     """
@@ -38,7 +37,7 @@ def by_group(rows: jax.Array, weights: jax.Array, sizes: jax.Array, turned: bool
 
     return ragged_dot(
         rows, weights, group_sizes=sizes, transpose_rhs=turned, block_m=TILE, block_n=TILE, block_k=DEPTH,
-        max_concurrent_steps=STAGES, grid_block_n=_beside(weights.shape[1 if turned else 2], 16),
+        max_concurrent_steps=STAGES, grid_block_n=_beside(weights.shape[1 if turned else 2]),
     )  # fmt: skip
 
 
@@ -52,7 +51,7 @@ def of_groups(left: jax.Array, right: jax.Array, sizes: jax.Array, device: Any) 
     Public instead: as for `by_group`.
 
     Args:
-      left: [rows, left], of 16 bits; 8 divides the number of rows, and 128 both sides' dims.
+      left: [rows, left], of 16 bits; 128 divides all dims.
       right: [rows, right].
       sizes: int32[groups].
       device: what it is compiled for.
@@ -66,10 +65,10 @@ def of_groups(left: jax.Array, right: jax.Array, sizes: jax.Array, device: Any) 
     told.__kwdefaults__ = function.__kwdefaults__
     return told(
         left, right, group_sizes=sizes, block_m=TILE, block_n=TILE, block_k=DEPTH, max_concurrent_steps=STAGES,
-        grid_block_n=_beside(right.shape[1], 4),
+        grid_block_n=_beside(right.shape[1]),
     )  # fmt: skip
 
 
-def _beside(width: int, most: int) -> int:
+def _beside(width: int) -> int:
     """How many tiles beside each other are made in turn, so that rows are still in the cache."""
-    return next(num for num in range(most, 0, -1) if width // TILE % num == 0)
+    return next(num for num in (8, 4, 2, 1) if width // TILE % num == 0)

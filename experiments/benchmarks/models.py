@@ -127,9 +127,9 @@ ROWS: dict[str, Row] = {
     "llama-1b": Row("llama", llama("llama-3.2-1b", context=4096), 2048, 8, 24),
     "llama-1b-4096": Row("llama", llama("llama-3.2-1b", context=4096), 4096, 4, 12),
     "t5-3b": Row("t5", t5("t5-3b"), 512, 4, 16),
-    # Of Mixtral's and of OLMoE's proportions, with six layers.
-    "mixture-8": Row("mixture", MixtureConfig(32000, 2048, 6, 2048, 16, 4, 7168, 8, 2), 2048, 8, 16),
-    "mixture-64": Row("mixture", MixtureConfig(50304, 2048, 6, 2048, 16, 16, 1024, 64, 8), 2048, 8, 16),
+    # Of Mixtral's and of OLMoE's proportions, with four layers.
+    "mixture-8": Row("mixture", MixtureConfig(32000, 2048, 4, 2048, 16, 4, 7168, 8, 2), 2048, 8, 16),
+    "mixture-64": Row("mixture", MixtureConfig(50304, 2048, 4, 2048, 16, 16, 1024, 64, 8), 2048, 8, 16),
 }
 TINY: dict[str, Row] = {
     "gpt": Row("gpt", gpt("gpt-mini", num_layers=2, embed_dim=64, context=32), 32, 4, 4),

@@ -13,6 +13,7 @@ import jax
 # The first that a kernel's name holds says what it is; what none fits is a fusion of XLA's, or named by itself.
 KINDS = (
     ("attention", r"fmha|flash|sdpa|cudnn.*attn|attention"),
+    ("pallas", r"mosaic"),
     ("matmul", r"gemm|nvjet|cutlass|cublas|xmma|triton_gemm|splitk"),
     ("convolution", r"conv(?!ert)|implicit|wgrad|dgrad"),
     ("transfer", r"nccl|memcpyp2p"),

@@ -162,6 +162,11 @@ ENTRY %main (x: f32[16,65,65,64]) -> f32[16,32,32,128] {
   %m = (bf16[2,6,4,8]{3,2,1,0}, u8[0]{0}) custom-call(%q, %w, %w), custom_call_target="__cudnn$fmhaSoftmax"
   %n = (bf16[2,6,4,8]{3,2,1,0}, u8[0]{0}) custom-call(%q, %w, %w), custom_call_target="__cudnn$fmhaSoftmaxBackward"
   %o = (bf16[128,32]{1,0}, u8[0]{0}) custom-call(%a, %b), custom_call_target="__some$attention"
+  %g = s32[4]{0} parameter(6)
+  %t = bf16[4,64,32]{2,1,0} parameter(7)
+  %u = bf16[128,32]{1,0} custom-call(%g, %a, %t), custom_call_target="mosaic_gpu_v2"
+  %v = bf16[4,32,64]{2,1,0} custom-call(%g, %g, %u, %a), custom_call_target="mosaic_gpu_v2"
+  %z = bf16[128,64]{1,0} custom-call(%a, %b), custom_call_target="mosaic_gpu_v2"
   ROOT %r = f32[16,32,32,128]{3,2,1,0} get-tuple-element(%y), index=0
 }
 """  # noqa: E501
@@ -170,6 +175,7 @@ ENTRY %main (x: f32[16,65,65,64]) -> f32[16,32,32,128] {
 def test_flops_of_library_calls_and_those_it_cannot_count():
     facts = audit_text(LIBRARY_CALLS)
     products = 2 * 4 * 6 * 10 * 8  # of two examples' four heads, 6 queries and 10 keys of width 8
-    assert facts.flops == 3 * 2 * (16 * 32 * 32 * 128) * (64 * 9) + 2 * 128 * 32 * 64 + 2 * (2 + 5) * products
+    matmuls = 3 * 2 * 128 * 32 * 64  # one, and one of rows in groups in each direction
+    assert facts.flops == 3 * 2 * (16 * 32 * 32 * 128) * (64 * 9) + matmuls + 2 * (2 + 5) * products
     assert facts.uncounted == ("__some$attention",) and "__some$attention" in str(facts)
     assert facts.attention_kernels == ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward")

@@ -290,8 +290,9 @@ class _Memory:
                 yield value
 
     def _in_blocks(self) -> np.ndarray:
-        """What products of rows in groups make in blocks, in both passes, and the sum of their weights' gradients, of
-        the part that needs the most. A layer that is made again has room for it nowhere else; an old XLA finds some."""
+        """What products of rows in groups are handed and make, in blocks or by a kernel, in both passes, and the sum of
+        their weights' gradients, of the part that needs the most. A layer that is made again has room for it nowhere
+        else; an old XLA finds some."""
         sizes = np.zeros((len(self.work.parts), len(self.table)))
         half = np.where(self.table.precision == PRECISIONS.index("float32"), 4, 2)
         for at, part in enumerate(self.work.parts):
@@ -299,8 +300,9 @@ class _Memory:
                 inner, outer = self.split.local(product.inner), self.split.local(product.outer)
                 rows = np.ceil(self.split.local(product.rows) / self.shares).astype(int)
                 filled = np.asarray([rows_in_blocks(num, product.groups) for num in rows.tolist()], float)
-                filled = np.where(self.has_tiles & (half == 2) & suits(rows, inner, outer), 0.0, filled)
-                sizes[at] += filled * (inner + outer) * half + (filled > 0) * product.groups * inner * outer * 4
+                by_kernel = self.has_tiles & (half == 2) & suits(rows, inner, outer)
+                filled, item = np.where(by_kernel, rows, filled), np.where(by_kernel, half, 4)
+                sizes[at] += filled * (inner + outer) * half + (filled > 0) * product.groups * inner * outer * item
         again = (self.table.remat == REMATS.index("block")) & (not self.is_old)
         return again * sizes.max(0, initial=0.0)
 

@@ -20,20 +20,19 @@ from jax import lax
 from numpy.typing import ArrayLike
 
 from cjax.jax_compat.core import Params
-from cjax.jax_compat.kernels import ROWS, TILE, by_group, is_hopper, of_groups
+from cjax.jax_compat.kernels import TILE, by_group, is_hopper, of_groups
 
 # A row's time in them, of that in a matmul of cuBLAS: 0.58 and 0.66 of the peak rate in two mixtures on an H200.
 SLOWER = 1.2
 
 
-def suits(num_rows: ArrayLike, *features: ArrayLike) -> np.ndarray:
+def suits(*dims: ArrayLike) -> np.ndarray:
     """Whether the kernels multiply so many rows, from and to these numbers of features; of arrays each.
 
     >>> suits([4096, 4096, 16], [1024, 1000, 1024], 3584).tolist()
     [True, False, False]
     """
-    whole = [(np.asarray(num) > 0) & (np.asarray(num) % TILE == 0) for num in features]
-    return functools.reduce(operator.and_, whole, np.asarray(num_rows) >= TILE)
+    return functools.reduce(operator.and_, [(np.asarray(num) > 0) & (np.asarray(num) % TILE == 0) for num in dims])
 
 
 def rows_in_tiles(num_rows: Any, num_groups: int) -> Any:
@@ -81,8 +80,7 @@ class Tiles:
             weights = weights.transpose(0, *(1 + d for d in self.order)).reshape(-1, inner, outer)
         call = jax.custom_vjp(self._forward)
         call.defvjp(lambda *operands: (self._forward(*operands), operands), self._backward)
-        filled = jnp.pad(rows.reshape(len(rows), inner), ((0, -len(rows) % ROWS), (0, 0)))
-        return call(filled, weights, sizes)[: len(rows)].reshape(len(rows), *made)
+        return call(rows.reshape(len(rows), inner), weights, sizes).reshape(len(rows), *made)
 
     def _forward(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         return _of_groups_alone(by_group(rows, weights, sizes, self.is_turned), sizes)

@@ -112,7 +112,7 @@ def _is_by_number(eqn: Equation, size: int) -> bool:
 def _is_order(eqn: Equation, var: Var, made: Made) -> bool:
     """Whether a result is where a sort has put each number of a range, from the first or from the last on."""
     eqn, var = _turned_back(eqn, var, made)
-    if var.aval.ndim != 1 or name_of(eqn) != "sort" or eqn.params["num_keys"] != 1 or var is eqn.outvars[0]:
+    if var.aval.ndim != 1 or name_of(eqn) != "sort":
         return False
     read = eqn.invars[eqn.outvars.index(var)]
     if isinstance(read, Literal) or read not in made:

@@ -11,6 +11,7 @@ from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS
 from cjax.planner.work import BATCH, ROWS, AttentionWork, Dims, MatmulWork, NamedTensor, Part, RingWork, WorkSplit
 from cjax.sharding.products.blocks import rows_multiplied
+from cjax.sharding.products.tiles import rows_in_tiles
 
 PEAK, MEMORY, CORES = 1e14, 1e12, 100
 CARD = Hardware("card", 8, 8, 1, memory_bandwidth=MEMORY, bf16_flops=PEAK, f16_flops=PEAK, f32_flops=PEAK / 4)
@@ -20,11 +21,16 @@ MATMUL = MatmulWork((), (("batch", 2), ("position", 6400)), (("in", 1024),), (("
 
 
 def passes(
-    part: Part, split: WorkSplit = WHOLE, share: float = 1, precision: str = "bfloat16", **software: bool
+    part: Part,
+    split: WorkSplit = WHOLE,
+    share: float = 1,
+    precision: str = "bfloat16",
+    card: Hardware = CARD,
+    **software: bool,
 ) -> tuple[Pass, Pass]:
     calibration = Calibration("test", cores=CORES, software=dataclasses.replace(Software(), **software))
     place = np.array([PRECISIONS.index(precision)])
-    return Computing(CARD, calibration, split, np.array([float(share)]), np.ones(1), place).passes(part)[:2]
+    return Computing(card, calibration, split, np.array([float(share)]), np.ones(1), place).passes(part)[:2]
 
 
 def matmul(**changes: object) -> Part:
@@ -69,6 +75,20 @@ def test_rows_in_groups_are_multiplied_in_blocks_and_few_by_all_groups() -> None
         for alone, grouped in zip(one, many, strict=True):
             times = rows_multiplied(2 * positions, groups) / (2 * positions)
             assert grouped.matmul[0] == pytest.approx(times * alone.matmul[0]) and grouped.flops[0] == alone.flops[0]
+
+
+def test_rows_in_groups_are_multiplied_by_kernels_where_a_card_has_them() -> None:
+    """In 16 bits, and of rows and features that they take."""
+    hopper = dataclasses.replace(CARD, name="NVIDIA H200")
+
+    def times(rows: int, inner: int, **how: str) -> float:
+        sizes = {"rows": (("row", rows),), "inner": (("in", inner),)}
+        one, many = (passes(matmul(**sizes, groups=num), card=hopper, **how)[0] for num in (1, 8))
+        return float(many.matmul[0] / one.matmul[0])
+
+    assert times(12800, 1024) == pytest.approx(rows_in_tiles(12800, 8) / 12800)
+    for rows, inner, how in ((12800, 1000, {}), (12864, 1024, {}), (12800, 1024, {"precision": "float32"})):
+        assert times(rows, inner, **how) == pytest.approx(rows_multiplied(rows, 8) / rows)
 
 
 def test_a_wave_that_is_not_full_takes_as_long_as_a_full_one() -> None:

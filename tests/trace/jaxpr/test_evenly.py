@@ -23,6 +23,7 @@ def order(key: jax.Array) -> jax.Array:
 EVEN: dict[str, tuple[Callable[..., jax.Array], int]] = {
     "once": (lambda x, k: x[order(k[:ROWS])], 1),
     "in descending order": (lambda x, k: x[jnp.argsort(-k[:ROWS], descending=True)], 1),
+    "what numbers are sorted to": (lambda x, k: x[lax.sort((jnp.arange(ROWS), k[:ROWS]), num_keys=2)[0]], 1),
     "and back": (lambda x, k: x[order(order(k[:ROWS]))], 1),
     "for each expert": (lambda x, k: x[order(k) // TOP], TOP),
     "experts behind one another": (lambda x, k: x[order(k) % ROWS], TOP),
@@ -31,6 +32,7 @@ EVEN: dict[str, tuple[Callable[..., jax.Array], int]] = {
     "from behind": (lambda x, k: x[-1 - order(k) // TOP], TOP),
     "in a loop": (lambda x, k: lax.scan(lambda c, _: (c[order(c[:, 0])] * 2, None), x, None, length=2)[0], 1),
 }
+PART = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
 UNEVEN: dict[str, Callable[..., jax.Array]] = {
     "places of the batch": lambda x, k: x[(k[:ROWS] * 5).astype(int)],
     "half of them": lambda x, k: x[order(k[:ROWS]) // 2],
@@ -39,6 +41,8 @@ UNEVEN: dict[str, Callable[..., jax.Array]] = {
     "two orders": lambda x, k: x[jnp.minimum(order(k[:ROWS]), order(-k[:ROWS]))],
     "with others": lambda x, k: x[jnp.where(k[:ROWS] > 0.5, order(k[:ROWS]), 0)],
     "shifted": lambda x, k: x[jnp.roll(order(k[:ROWS]), 1) + jnp.arange(ROWS) // ROWS],
+    "what lay beside": lambda x, k: x[lax.sort((k[:ROWS], (k[:ROWS] * 5).astype(int)), num_keys=1)[1]],
+    "of a part": lambda x, k: lax.gather(x, order(k[:ROWS])[:, None], PART, (1, ROWS - 1)),
     "of columns": lambda x, k: x[:, order(k[:ROWS]) // 2],
 }
 
