@@ -21,6 +21,7 @@ from cjax.planner.costs.moved import (
     handed,
     messages,
     moved,
+    put_in_order,
     splits_examples,
     to_optimizer,
     whole_of,
@@ -28,7 +29,7 @@ from cjax.planner.costs.moved import (
 from cjax.planner.costs.transfers import Members, Receipt, group_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.profile import OUTER
-from cjax.planner.table import PRECISIONS, SCHEDULES, PlanTable
+from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
 from cjax.planner.work import AxisMove, Part, Work, WorkSplit
 
 # What each member receives is its own and comes from one other: a host's other adapters do not carry a part of it.
@@ -247,8 +248,8 @@ class _Plans:
         return found * (self._table.zero == 3)
 
     def _of_all(self, part: Part) -> Receipt:
-        """Examples gathered for rows that all of them make together, and scattered behind these; those of a layer come
-        once for each direction."""
+        """Examples gathered for rows that all of them make together, and scattered behind these, and rows of the batch
+        put in another order; those of a layer come once for each direction."""
         more = self._split.sizes.get(EXPERT, 1)
         group = group_of(self._hardware, self._table.data * more, self._inner // more, self._software.rings)
         found, ways = Receipt.none(len(self._table)), 1 if part.repeats > 1 else 2
@@ -261,6 +262,12 @@ class _Plans:
             whole = whole_of(self._split, value.dims) / self._table.microbatches * size * value.times
             ways_of = ways * (1 + has_gradient / 2)
             found = found + self._over(group, "all-gather", whole * (group.size - 1) / group.size * ways_of, 0.0)
+        for value, has_gradient, is_remade in put_in_order(part, self._split):
+            again = (self._table.remat == REMATS.index("block")) & is_remade & (part.repeats > 1)
+            times = ways * (1 + again + has_gradient) / 2
+            size = self._item if value.is_computed else value.itemsize
+            whole = whole_of(self._split, value.dims) / self._table.microbatches * size * value.times
+            found = found + self._over(group, "all-gather", whole * (group.size - 1) / group.size * times, times)
         return found
 
     # -- between copies -----------------------------------------------------------------------------------------------

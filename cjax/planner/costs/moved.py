@@ -35,7 +35,7 @@ from cjax.mesh import DATA, DEPTH, EXPERT, PIPE, SEQUENCE, ZERO
 from cjax.pipeline.partition import partition
 from cjax.planner.costs.pipelines import Ticks, ticks, turns
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
-from cjax.planner.work import BATCH, AxisMove, Dims, HeldWeight, Part, Weight, Work, WorkSplit, elements
+from cjax.planner.work import BATCH, AxisMove, Dims, HeldWeight, Ordered, Part, Weight, Work, WorkSplit, elements
 from cjax.sharding.layout.zero import SMALLEST
 
 Bytes = dict[str, np.ndarray]  # by mesh axes, as `data+sequence`
@@ -189,11 +189,16 @@ def _of_all(found: Moved, work: Work, split: WorkSplit, table: PlanTable, half: 
             times = part.repeats * value.times * (forward + (1 + has_gradient) * backward)
             size = half if value.is_computed else value.itemsize
             _of_examples(found, split, table, whole_of(split, value.dims) * size * times)
-        # A grid's batch axes put rows in order as well: what moves along those is known where the grid is.
-        for value, has_gradient, is_remade in part.ordered if {*split.axes_of.get(BATCH, ())} <= {EXPERT} else ():
+        for value, has_gradient, is_remade in put_in_order(part, split):
             times = forward * np.where(again & is_remade, 2, 1) + has_gradient * backward
             size = half if value.is_computed else value.itemsize
             _of_examples(found, split, table, whole_of(split, value.dims) * size * part.repeats * value.times * times)
+
+
+def put_in_order(part: Part, split: WorkSplit) -> tuple[Ordered, ...]:
+    """Rows of the batch in another order. A grid's batch axes put them in order as well: what moves along those is
+    known where the grid is."""
+    return part.ordered if {*split.axes_of.get(BATCH, ())} <= {EXPERT} else ()
 
 
 def _of_examples(found: Moved, split: WorkSplit, table: PlanTable, whole: np.ndarray) -> None:

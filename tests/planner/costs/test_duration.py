@@ -286,12 +286,16 @@ def test_a_hundred_thousand_plans_are_counted_in_few_numpy_calls(monkeypatch: py
     assert (len(calls), sum(calls)) == counted
 
 
-@pytest.mark.parametrize("text", ["data=8", "data=8 zero=1 precision=bfloat16", "data=2 tensor=4"])
-def test_who_is_sent_where_takes_as_long_as_the_bytes_of_it(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["data=8", "data=8 zero=1 precision=bfloat16", "data=2 tensor=4", "data=8 remat=block"]
+)
+@pytest.mark.parametrize(("model", "what"), [("switch", "told"), ("dropless", "ordered")])
+def test_rows_sent_about_take_as_long_as_their_bytes(model: str, what: str, text: str) -> None:
+    """Who is sent where, and tokens put in the order of their experts."""
     plan = Plan.parse(text)
-    readings = Readings(TraceSource(captured("switch"), MODELS["switch"].batch))
+    readings = Readings(TraceSource(captured(model), MODELS[model].batch))
     work, split, table = readings.work(plan), readings.split(plan), PlanTable.of([plan])
-    without = dataclasses.replace(work, parts=tuple(dataclasses.replace(part, told=()) for part in work.parts))
+    without = dataclasses.replace(work, parts=tuple(dataclasses.replace(part, **{what: ()}) for part in work.parts))
     seconds = [durations(each, split, table, H100, PURE).gather[0] for each in (work, without)]
     bytes_ = [sum(amount[0] for amount in moved(each, split, table).by_axis().values()) for each in (work, without)]
     assert bytes_[0] > bytes_[1] and H100.host_bandwidth is not None
