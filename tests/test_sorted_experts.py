@@ -114,6 +114,28 @@ def test_sorted_tokens_are_multiplied_in_half_precision() -> None:
 
 
 @pytest.mark.aot
+def test_tokens_are_rounded_before_they_are_put_in_order() -> None:
+    """Of those gathered and of their gradients' sums nothing is in float32, on GPUs."""
+    program = program_of("data=8 precision=bfloat16", devices="h100:8")
+    facts = audit(compile_lowered(program.lower(), list(program.mesh.devices.flat)), program.mesh)
+    found = {
+        (each.kind, str(shape.dtype))
+        for each in facts.collectives for shape in each.shapes if shape.dims[0] in (BATCH * SEQ, 2 * BATCH * SEQ)
+    }  # fmt: skip
+    assert {("all-gather", "bf16")} <= found and not [kind for kind, dtype in found if dtype == "f32"]
+
+
+def test_products_of_sorted_tokens_are_saved_where_products_are() -> None:
+    """Scores of attention are made again, and no product of experts."""
+    none, dots, block = (
+        audit((program := program_of(f"tensor=8 remat={each}")).lower().compile(), program.mesh).flops
+        for each in ("none", "dots", "block")
+    )
+    experts = 3 * 3 * 2 * (2 * BATCH * SEQ) * EMBED * FFN / 8  # of three layers, of all features of one of four
+    assert none < dots < none + experts < block
+
+
+@pytest.mark.aot
 def test_what_two_products_were_given_has_one_gradient_reduced_in_half_precision() -> None:
     """By gate and value of each expert, on GPUs."""
     program = program_of("tensor=8 precision=bfloat16", Sorted, devices="h100:8")

@@ -61,7 +61,8 @@ class Lookups:
         looked_up, dim = eqn.params["dimension_numbers"].collapsed_slice_dims, picked_dim(eqn)
         spec, rows = self.in_region(operand, scope), self.in_region(indices, scope)
         if is_among_rows(eqn, self._trace, scope) and self._are_stretches(eqn, spec, rows):
-            return find_among(eqn, ins[0], ins[1], spec, rows, self._mesh)
+            values, places = self._lowering.given(eqn, ins, scope)[0] if self._lowering else ins
+            return find_among(eqn, values, places, spec, rows, self._mesh)
         shared = self._axes_of(operand, looked_up, scope, False)
         shared &= self._axes_of(indices, range(len(rows)), scope, True)
         if grid is None and not shared and PIPE not in jax.sharding.get_abstract_mesh().manual_axes:

@@ -257,7 +257,7 @@ class Placer(Hooks):
         given: Params = params or eqn.params
         in_groups = multiply_in_groups(eqn, ins, given, self._layout, self._trace.dims, scope, self._mesh)
         if in_groups is not None:
-            return in_groups
+            return list(map(saved, in_groups)) if self._remat == "dots" else in_groups
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
             times = self._evenly.get(id(eqn))

@@ -1,7 +1,9 @@
 """bfloat16 or float16 for a float32 model: which equations compute low, decided on the trace.
 
 Matmuls, convolutions and lookups in a table of weights take low operands and store low (the hardware sums in float32).
-What only moves or adds such values stays low, weights being rounded where they meet them. Everything
+What only moves or adds such values stays low, weights being rounded where they meet them. Lookups that matmuls alone
+read, such as tokens in the order of their experts, find what was rounded before: no other numbers, half the bytes of
+devices' and of memory's. Everything
 else - exp, log, reductions, statistics, and all that comes after the last matmul - is float32. Values of dtypes other
 than float32 were chosen by the model's author and stay.
 """
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Params
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Params, jaxprs_in_params
 from cjax.trace.dims.find import Dims, Scope
 from cjax.trace.jaxpr.primitives import facts_of, having, name_of
 from cjax.trace.jaxpr.view import is_scan, opened, scan_of
@@ -32,6 +34,7 @@ class Lowering:
         self.low = low
         self._feeding: set[int] = set()
         self._mark(closed.jaxpr, [False] * len(closed.jaxpr.outvars))
+        self._multiplied = _multiplied(closed.jaxpr)
 
     def _mark(self, jaxpr: Jaxpr, wanted: list[bool]) -> list[bool]:
         """Remember the equations whose results a later matmul reads, however far on; returns which inputs it does."""
@@ -54,7 +57,7 @@ class Lowering:
 
     def operands(self, eqn: Equation, ins: Values) -> tuple[Values, np.dtype]:
         """Operands of a matmul as they are multiplied, and the dtype of its result."""
-        if all(getattr(v.aval, "dtype", None) == HIGH for v in (*eqn.invars[:2], *eqn.outvars)):
+        if _is_wide(eqn):
             low = [jnp.asarray(x).astype(self.low) for x in ins[:2]]
             return [*low, *ins[2:]], self.low  # how many rows each group has, where they are in groups
         return [self.raised(x, v) for x, v in zip(ins, eqn.invars, strict=True)], eqn.outvars[0].aval.dtype
@@ -81,7 +84,7 @@ class Lowering:
             return self._holds(var.val) if isinstance(var, Literal) else var in scope.origin
 
         if name_of(eqn) == "gather":
-            return is_low(0) or is_weight(0)
+            return is_low(0) or is_weight(0) or id(eqn) in self._multiplied
         known = name_of(eqn) in _STAYS_LOW
         return known and any(map(is_low, floats)) and all(is_low(i) or is_weight(i) for i in floats)
 
@@ -93,6 +96,24 @@ class Lowering:
         """`value` in the dtype that the trace says it has."""
         dtype = getattr(var.aval, "dtype", None)
         return value.astype(dtype) if getattr(value, "dtype", None) == self.low and dtype != self.low else value
+
+
+def _multiplied(jaxpr: Jaxpr) -> set[int]:
+    """Lookups by id, at every depth, that nothing but matmuls read, whatever shape they are given before."""
+    found = {place for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params) for place in _multiplied(inner)}
+    otherwise = {v for v in jaxpr.outvars if not isinstance(v, Literal)}  # read by others, too
+    for eqn in reversed(jaxpr.eqns):
+        name, is_view = name_of(eqn), facts_of(eqn).view and not facts_of(eqn).rounds
+        if name == "gather" and otherwise.isdisjoint(eqn.outvars):
+            found.add(id(eqn))
+        if not (name in MATMULS and _is_wide(eqn)) and not (is_view and otherwise.isdisjoint(eqn.outvars)):
+            otherwise.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return found
+
+
+def _is_wide(eqn: Equation) -> bool:
+    """Whether a matmul's operands and result are float32 in the trace: of such, operands are rounded."""
+    return all(getattr(v.aval, "dtype", None) == HIGH for v in (*eqn.invars[:2], *eqn.outvars))
 
 
 def rounded_leaves(dims: Dims) -> set[int]:

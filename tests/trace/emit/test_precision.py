@@ -112,6 +112,23 @@ def test_lookups_in_tables_of_weights_are_low() -> None:
     assert dtypes(lambda table, w, ids: table[ids] @ w, W, W, ids, num_weights=2)["gather"] == [LOW]
 
 
+def test_lookups_that_matmuls_alone_read_find_what_was_rounded() -> None:
+    """Tokens in another order, here: of what is looked up as many bytes move, between devices and in memory."""
+    place = jnp.arange(4)[::-1]
+
+    def looked_up(function: Callable[..., Any]) -> set[Any]:
+        """The dtypes of what gathers read."""
+        run = lowered(function, jnp.ones((8, 8)), jnp.ones((4, 8)))
+        jaxpr = jax.make_jaxpr(run)(jnp.ones((8, 8)), jnp.ones((4, 8))).jaxpr
+        return {eqn.invars[0].aval.dtype for eqn in jaxpr.eqns if eqn.primitive.name == "gather"}
+
+    assert looked_up(lambda w, x: jnp.tanh(x)[place] @ w) == {LOW}
+    assert looked_up(lambda w, x: jnp.tanh(x)[place].reshape(2, 2, 8) @ w) == {LOW}
+    assert looked_up(lambda w, x: (rows := jnp.tanh(x)[place]) @ w + rows) == {HIGH}
+    assert looked_up(lambda w, x: jnp.tanh(jnp.tanh(x)[place]) @ w) == {HIGH}
+    assert looked_up(lambda w, x: ((rows := jnp.tanh(x)[place]) @ w, rows)) == {HIGH}
+
+
 def test_lookups_that_no_matmul_reads_are_high() -> None:
     ids = jnp.array([[0, 2]])
     assert dtypes(lambda table, ids: table[ids].sum(), W, ids)["gather"] == [HIGH]
