@@ -113,6 +113,17 @@ def test_sorted_tokens_are_multiplied_in_half_precision() -> None:
     assert not [operands for operands in found if "f32" in operands]
 
 
+def test_on_one_device_gradients_of_rows_in_order_are_looked_up() -> None:
+    """Where XLA would add them to zeros, in an order that changes; those of the table of words are added up still."""
+    program = program_of("data=1", devices=jax.devices()[:1])
+    batch = {"tokens": np.random.default_rng(0).integers(0, 50, (BATCH, SEQ + 1), dtype=np.int32)}
+    state = program.init(0)
+    assert program.check(state, batch).ok
+    scattered = re.findall(r"stablehlo.scatter.*?\) -> tensor<([^>]*)>", program.lower().as_text(), re.DOTALL)
+    assert f"{BATCH * SEQ}x{EMBED}xf32" not in scattered and f"{2 * BATCH * SEQ}x{EMBED}xf32" not in scattered
+    assert any(shape.endswith(f"x{EMBED}xf32") for shape in scattered)
+
+
 @pytest.mark.aot
 def test_tokens_are_rounded_before_they_are_put_in_order() -> None:
     """Of those gathered and of their gradients' sums nothing is in float32, on GPUs."""

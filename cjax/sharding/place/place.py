@@ -124,7 +124,7 @@ class Placer(Hooks):
         self._tables = {leaf for leaf, _, _ in dims.tables}
         self._rounded = rounded_leaves(dims)
         self._compared = compared(trace.closed.jaxpr)
-        self._evenly = found_evenly(trace.closed.jaxpr)
+        self._evenly = found_evenly(trace.closed.jaxpr) if mesh.size == 1 else {}
         self._on_gpus = on_gpus(mesh)
         self._remade = remade(trace.closed.jaxpr, trace.runs) if self._on_gpus else frozenset[int]()
         self._by_rows = self._on_gpus and hands_on_rows(trace)
