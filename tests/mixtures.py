@@ -19,9 +19,10 @@ def seats_of(gates: jax.Array, top: int, room: int) -> tuple[jax.Array, jax.Arra
 
 
 class Grouped(nn.Module):
-    """GShard: each example is a group, experts have biases, and two are asked."""
+    """GShard: each example is a group, experts have biases, and two are asked; some of what they make is dropped."""
 
     num: int = 4
+    rate: float = 0.0
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -31,8 +32,10 @@ class Grouped(nn.Module):
         up, down = (self.param(name, init, (self.num, *shape)) for name, shape in _SHAPES)
         bias = self.param("bias", nn.initializers.normal(0.1), (self.num, 1, 1, FFN))
         given = jnp.einsum("gsec,gsm->egcm", send, x)
-        made = jnp.einsum("egcf,efm->egcm", jax.nn.gelu(jnp.einsum("egcm,emf->egcf", given, up) + bias), down)
-        return jnp.einsum("gsec,egcm->gsm", back, made)
+        inner = jax.nn.gelu(jnp.einsum("egcm,emf->egcf", given, up) + bias)
+        if self.rate:
+            inner = nn.Dropout(self.rate, deterministic=False)(inner)
+        return jnp.einsum("gsec,egcm->gsm", back, jnp.einsum("egcf,efm->egcm", inner, down))
 
 
 class Merged(nn.Module):

@@ -1,6 +1,7 @@
 """Mixtures of experts under plans that share experts out among data-parallel devices: as their authors train them, what
 a device holds, what is exchanged, and what is refused."""
 
+import functools
 import math
 import os
 import re
@@ -28,11 +29,14 @@ from cjax.tree import leaf_names
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
 SUBJECTS |= {
     "grouped": case("linen", linen(MoEDecoder, 0, Grouped), next_token, **TEXT, blocks=(3,)),
+    "dropped": case(
+        "linen", linen(MoEDecoder, 0, functools.partial(Grouped, rate=0.2)), next_token, **TEXT, blocks=(3,)
+    ),
     "merged": case("linen", linen(MoEDecoder, 0, Merged), next_token, **TEXT, blocks=(3,)),
 }
 PAIRS = [
     ("linen_moe_capacity", "expert=4 zero=2"),
-    ("grouped", "expert=4 tensor=2 zero=3 remat=block"),
+    ("dropped", "expert=4 tensor=2 zero=3 remat=block"),
     ("merged", "expert=2 zero=1 microbatches=2"),
 ]
 MORE = [
@@ -50,6 +54,9 @@ MORE = [
     *(("merged", f"expert={size}") for size in (2, 4)),
     ("merged", "expert=2 tensor=2 zero=2"),
     ("merged", "expert=4 tensor=2 remat=block"),
+    ("grouped", "expert=4 tensor=2 zero=3 remat=block"),
+    ("dropped", "expert=4 tensor=2 zero=1"),
+    ("dropped", "expert=2 remat=block"),
     ("linen_moe_capacity", "expert=2"),
     ("linen_moe_capacity", "expert=4 tensor=2 zero=1"),
     ("linen_moe_capacity", "expert=2 zero=3 remat=block"),
