@@ -107,10 +107,15 @@ class PickedSizes:
         return self.worths[index].sizes[self.at[index]]
 
     def raise_to(self, index: int, at: int) -> bool:
-        """Gives a job this size, by its place, or the next below that is worth more than what it has and for which
-        there is room; False if there is none."""
+        """Gives a job this size, by its place, or of those below the one that is worth most, where there is room and
+        it is worth more than what the job has; False if there is none.
+
+        Not the next below: a job that is slower in the middle of its range would be cut back to where it is slow, at
+        more devices than a size that is worth more.
+        """
         values, now = self.worths[index].values, self.at[index]
-        return any(values[lower] > values[now] and self._raise(index, lower) for lower in range(at, now, -1))
+        better = [lower for lower in range(now + 1, at + 1) if values[lower] > values[now]]
+        return any(self._raise(index, lower) for lower in sorted(better, key=lambda lower: (-values[lower], lower)))
 
     def _raise(self, index: int, at: int) -> bool:
         before, after = self.size(index), self.worths[index].sizes[at]

@@ -138,6 +138,16 @@ def test_greedy_steps_alone_do_not_undo_what_is_better() -> None:
         assert allocate([*jobs, steep], {"x": 4}, held, 0.0) == held
 
 
+def test_who_finds_no_room_at_its_best_size_is_not_cut_back_to_a_slow_one() -> None:
+    """Worth most at 8, little at 4: beside a job that has the only node of 8, one device is better than four."""
+    steep = Job("steep", SpeedTable([Speed(1, 1.0), Speed(4, 0.5), Speed(8, 30.0)]), work_left=1e6, restart=0.0)
+    whole = Job("whole", SpeedTable([Speed(8, 100.0)]), work_left=1e6, restart=0.0)
+    for held in ({}, {"whole": {"y": tuple(range(8))}, "steep": {"x": (0,)}}):
+        with mock.patch.object(choose, "MOST_CHOICES", 0):
+            found = allocate([steep, whole], {"x": 4, "y": 8}, held, 0.0)
+        assert (size_of(found["whole"]), size_of(found["steep"])) == (8, 1)
+
+
 def test_shorter_jobs_come_first_and_unknown_ones_by_what_they_have_behind_them() -> None:
     one = SpeedTable([Speed(1, 1.0)])
     known = [Job("long", one, work_left=1e4), Job("short", one, work_left=1e2)]
