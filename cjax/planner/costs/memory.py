@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from cjax.jax_compat.backends import needs_more_memory
 from cjax.mesh import DEPTH, EXPERT, SEQUENCE, TENSOR
@@ -16,7 +17,8 @@ from cjax.planner.costs.moved import splits_examples
 from cjax.planner.costs.places import places, route_of
 from cjax.planner.hardware import Hardware
 from cjax.planner.table import PRECISIONS, REMATS, SCHEDULES, PlanTable
-from cjax.planner.work import BATCH, Form, HeldWeight, Kept, NamedTensor, Work, WorkSplit, elements
+from cjax.planner.work import BATCH, Form, Kept, NamedTensor, Work, WorkSplit, elements
+from cjax.sharding.layout.zero import shard_over
 from cjax.sharding.products.blocks import rows_in_blocks
 from cjax.sharding.products.tiles import suits
 
@@ -185,7 +187,7 @@ class _Memory:
         # What backward loops write is cleared in front of the first of them; before the loss, where that is in a loop
         # over micro-batches or products are a grid's.
         is_early = (self.table.turns > 1) | self.is_grid
-        last, looked_up = max(self.stacks, default=-1), self._looked_up()
+        last, looked_up, tables = max(self.stacks, default=-1), self._looked_up(), self._gathered_twice()
         best = [zeros, zeros, zeros, zeros]
         for at, part in enumerate(self.work.parts):
             layers = of_layers.sum(0) if at <= last else np.where(is_early, of_layers.sum(0), 0.0)
@@ -193,7 +195,7 @@ class _Memory:
             held = saved[: at + (part.repeats > 1)].sum(0)
             # Of what comes after a stack, a gradient may wait until its layers' are made, or to be made itself.
             waits = np.maximum(unscattered[at:].max(0), waiting[at + 1 :].max(0, initial=0.0))
-            beside = looked_up[:at].sum(0) if at <= last else zeros
+            beside = tables + (looked_up[:at].sum(0) if at <= last else zeros)
             now = [mine, held, working[at] + waits + beside, zeros]
             # Where layers' parameters are gathered, it is all cleared in front of the forward pass.
             gathers = (self.table.zero == 3) & (ahead[at] > 0)
@@ -205,15 +207,22 @@ class _Memory:
 
     def _turned(self, grads: np.ndarray) -> np.ndarray:
         """What stands of layers in a second order. ZeRO-3 gathers a stack's weights along the dim that it splits: where
-        that is not the first, what a device has of them is turned so that it is, for the whole step; of experts that
-        are shared out, gradients too. In a grid gradients are, in the order that the optimizer reads."""
-        found = np.zeros_like(grads)
+        that is not the first, what a device has of them is turned so that it is, for the whole step; experts are, as
+        their products read them, and of those that are shared out gradients too. In a grid gradients are, in the order
+        that the optimizer reads."""
+        found, shares, experts = np.zeros_like(grads), self._zero_shares(), self._experts()
         for at in self.stacks:
-            turned = [each for each in self.split.weights[at] if _is_turned(each)]
-            own = [each for each in turned if EXPERT in self.split.sizes and EXPERT not in each.sums]
-            size, more = (4.0 * sum(each.elements for each in some) for some in (turned, own))
-            mine = self.work.parts[at].repeats * (size + more * (self.table.data > 1)) / self._zero_shares()[at]
-            found[at] = np.where(self.table.zero == 3, mine, 0.0)
+            held = list(zip(self.work.parts[at].weights, self.split.weights[at], strict=True))
+            for num in np.unique(shares[at]):
+                turned = [
+                    each
+                    for weight, each in held
+                    if any(name in experts for name, _ in weight.dims) or _is_turned(each.shape, each.shards, int(num))
+                ]
+                own = [each for each in turned if EXPERT in self.split.sizes and EXPERT not in each.sums]
+                size, more = (4.0 * sum(each.elements for each in some) for some in (turned, own))
+                mine = self.work.parts[at].repeats * (size + more * (self.table.data > 1)) / num
+                found[at] = np.where((self.table.zero == 3) & (shares[at] == num), mine, found[at])
         return grads * (self._repeats() > 1) if self.is_grid else found
 
     def _looked_up(self) -> np.ndarray:
@@ -226,6 +235,13 @@ class _Memory:
                 tables = (each.elements for each in self.split.weights[at] if each.uses == 1 and len(each.shape) > 1)
                 found[at] = size * max(tables, default=0)
         return found
+
+    def _gathered_twice(self) -> np.ndarray:
+        """Of an old XLA under ZeRO-3, the largest weight of no layer: in the order that it is gathered in, too."""
+        outside = [self.split.weights[at] for at, part in enumerate(self.work.parts) if part.repeats == 1]
+        largest = max((each.elements for held in outside for each in held), default=0)
+        item = np.where(np.isin(self.table.precision, self.forms["float32"]), 4.0, 2.0)
+        return np.where(self.is_old & (self.table.zero == 3), item * largest, 0.0)
 
     def _partial(self) -> np.ndarray:
         """Under sequence=gather, what devices add up for the gradient of what they gathered: for each product that
@@ -281,13 +297,18 @@ class _Memory:
 
     def _of_experts(self, kept: Kept) -> Iterable[NamedTensor]:
         """What a layer saves for products of experts, laid out anew for these; stages do so with all they keep."""
+        experts = self._experts()
         products = [each for part in self.work.parts for each in part.products if each.is_weight and each.batch]
-        experts = {name for each in products for name, _ in each.batch}
         features = {name for each in products for name, _ in (*each.inner, *each.outer)}
         for value in kept.staged:
             names = {name for name, _ in value.dims}
             if names & experts and names & features:
                 yield value
+
+    def _experts(self) -> set[str]:
+        """Dims of weights by each of which something else is multiplied."""
+        products = (each for part in self.work.parts for each in part.products if each.is_weight)
+        return {name for each in products for name, _ in each.batch}
 
     def _in_blocks(self) -> np.ndarray:
         """What products of rows in groups are handed and make, in blocks or by a kernel, in both passes, and the sum of
@@ -437,10 +458,13 @@ def _exchanges_heads(split: WorkSplit) -> bool:
     return any(move.kind == "all-to-all" and SEQUENCE in move.axes for moves in split.moves for move in moves)
 
 
-def _is_turned(weight: HeldWeight) -> bool:
-    """Whether the dim that ZeRO splits of a weight, as `cjax.sharding.layout.zero` chooses it, is not the first."""
-    dims = sorted(range(len(weight.shape)), key=lambda i: (weight.shards[i] > 1, -weight.shape[i]))
-    return len(dims) > 1 and dims[0] != 0
+@functools.cache
+def _is_turned(shape: tuple[int, ...], shards: tuple[int, ...], num: int) -> bool:
+    """Whether the dim that ZeRO splits of a weight over `num` devices is an inner one."""
+    spec = PartitionSpec(*(str(dim) if size > 1 else None for dim, size in enumerate(shards)))
+    split = shard_over(spec, shape, ("zero",), {"zero": num} | {str(dim): size for dim, size in enumerate(shards)})
+    changed = [dim for dim in range(len(shape)) if split != spec and split[dim] != spec[dim]]
+    return any(size > 1 for dim in changed for size in shape[:dim])
 
 
 def _is_scores(value: NamedTensor) -> bool:

@@ -31,6 +31,7 @@ QUICK = [
     "t5-base b64 | a100:4 | precision=bfloat16",
     "mixer-l b256 | h100:4 | zero=3 precision=bfloat16 remat=block",
     "moe 8x b32 | h100:4 | expert=2 zero=3 precision=bfloat16",
+    "moe 8x b32 | h100:4 | zero=3 precision=bfloat16 remat=block",
     "sorted 8x b32 | h100:4 | data=2 tensor=2 zero=1 precision=bfloat16 remat=block",
 ]
 
@@ -81,7 +82,7 @@ def error(name: str, version: str) -> float:
 def test_as_xla_says(name: str, version: str) -> None:
     if version == "0.10" or name in kept(version):
         # XLA reuses more of what a Mixer's two products work in than is followed here.
-        assert -0.03 < error(name, version) < (0.22 if name.startswith("mixer") else 0.13)
+        assert -0.03 < error(name, version) < (0.18 if name.startswith("mixer") else 0.13)
 
 
 # What differs between an old XLA and a new one is told by `needs_more_memory` alone.
@@ -102,6 +103,28 @@ def test_xla_says_what_is_kept(name: str) -> None:
     if known is None:
         pytest.skip(f"under JAX {HERE} nobody has compiled it: python tests/memory_cases.py --match {name!r}")
     assert figures(CASES[name])["peak"] == pytest.approx(known["peak"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shards", "num", "wanted"),
+    [
+        ((256, 1024), (1, 1), 4, False),  # the outermost divides, though it is not the largest
+        ((6, 1024), (1, 1), 4, True),
+        ((256, 1024), (2, 1), 4, True),  # it is split already
+        ((1, 256, 1024), (1, 1, 1), 4, False),
+        ((3, 5), (1, 1), 4, False),  # none is split
+    ],
+)
+def test_weights_are_turned_where_zero_splits_an_inner_dim(
+    shape: tuple[int, ...], shards: tuple[int, ...], num: int, wanted: bool
+) -> None:
+    assert memory._is_turned(shape, shards, num) == wanted
+
+
+def test_an_old_xla_has_the_gathered_table_in_two_orders() -> None:
+    case = CASES["gpt2 b64 | a100:4 | zero=3 precision=bfloat16 remat=block"]
+    old, new = (predicted(case, version).working[0] for version in ("0.10", "0.12"))
+    assert old - new == pytest.approx(2 * 50257 * 768, rel=2e-3)  # and the rows that fill it up
 
 
 def grads(model: str, text: str, devices: str = "a100:4") -> float:
