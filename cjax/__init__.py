@@ -49,7 +49,9 @@ def __getattr__(name: str) -> _Any:
         return _importlib.import_module(f"cjax.{name}")
     if name in _LATE:
         return getattr(_importlib.import_module(_LATE[name]), name)
-    raise AttributeError(f"module 'cjax' has no attribute {name!r}")
+    rooms = [] if name.startswith("_") else [_importlib.import_module(f"cjax.{room}") for room in _ROOMS]
+    hint = next((f"; there is {room.__name__}.{name}" for room in rooms if hasattr(room, name)), "")
+    raise AttributeError(f"module 'cjax' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -244,6 +244,13 @@ def test_plans_as_text_and_as_objects_are_one() -> None:
     assert {make(plan).plan for plan in given} == {cjax.Plan.parse("data=4 tensor=2 zero=1")}
 
 
+@pytest.mark.parametrize(("name", "said"), [("fit", "; there is cjax.train.fit"), ("nothing", "'nothing'")])
+def test_a_name_of_another_room_is_said_whole(name: str, said: str) -> None:
+    with pytest.raises(AttributeError, match=f"^module 'cjax' has no attribute '{name}'") as refused:
+        getattr(cjax, name)
+    assert str(refused.value).endswith(said)
+
+
 def test_fewer_devices_by_name() -> None:
     assert make("tensor=2", devices=jax.devices()[:4]).mesh.size == 4
     assert make("tensor=2", devices="cpu:2").mesh.size == 2

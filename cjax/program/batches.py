@@ -70,13 +70,13 @@ def check_tree(batch: PyTree, wanted: PyTree) -> None:
         return
     have, need = leaf_names(batch), leaf_names(wanted)
     if sorted(have) == sorted(need):
-        given, seen = f"the form {jax.tree.structure(batch)}", str(jax.tree.structure(wanted))
+        given, seen = f"has the form {jax.tree.structure(batch)}", str(jax.tree.structure(wanted))
     else:
-        given, seen = f"the leaves {_few(have)}", _few(need)
+        is_named = any(have)  # as neither None is, nor a string
+        given, seen = f"has the leaves {_few(have)}" if is_named else f"is {kind_of(batch)}", _few(need)
     lists = " (Lists of numbers are trees, too: make them arrays with np.asarray.)" if len(have) > len(need) else ""
     raise ValueError(
-        f"this batch has {given}; parallelize saw {seen}. Give the same tree, or call parallelize with this batch."
-        + lists
+        f"this batch {given}; parallelize saw {seen}. Give the same tree, or call parallelize with this batch." + lists
     )
 
 

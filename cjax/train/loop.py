@@ -114,6 +114,7 @@ class Loop:
                 break
             batch = next(self.batches, _ENDED)
             if batch is _ENDED:
+                self.stream.refuse_nothing(self.steps)
                 ended = "data"
                 self.display.note(f"the data ended after step {self.step} of {self.steps}")
                 break

@@ -35,6 +35,15 @@ class Stream:
             self.samples += self._rows(batch)
             yield batch
 
+    def refuse_nothing(self, steps: int) -> None:
+        """Raises ValueError if the data ended before its first batch, which no run means to do."""
+        if self.samples == 0:
+            raise ValueError(
+                f"data ({kind_of(self._data)}) gave no batch, and fit was to make {steps} steps. A list may be empty, "
+                "an iterator read to its end before, or a loader may leave out what is less than one whole batch: give "
+                "it a smaller batch or more rows, and look at next(iter(data))."
+            )
+
     def at(self, position: int) -> "Stream":
         """The same walk from another position on; of what can be read once only, there is none."""
         return Stream(self._data, position, self._num_processes)

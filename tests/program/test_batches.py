@@ -27,7 +27,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "a tuple": ((X, Y), ["the leaves 0, 1;", "saw x, y."]),
     "lists": ({"x": X.tolist(), "y": Y}, ["x/0/0, x/0/1", "(41 in all)", "np.asarray"]),
     "another mapping": (collections.OrderedDict(y=Y, x=X), ["the form PyTreeDef(CustomNode(OrderedDict"]),
-    "nothing": (None, ["an empty tree", "saw x, y."]),
+    "nothing": (None, ["this batch is a NoneType", "saw x, y."]),
     "text": ({"x": "a", "y": Y}, ["'x' is <U1[]", "float32[8, 5]"]),
 }
 

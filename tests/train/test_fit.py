@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,6 +169,15 @@ def test_batches_from_anything_that_can_be_iterated(tmp_path: Path):
     assert fit(SmallProgram(), iter(batches), steps=12).ended == "data"
     with pytest.raises(TypeError, match="NoneType"):  # no batch, and not the end
         fit(SmallProgram(), iter([batches[0], None, batches[1]]), steps=3)
+
+
+@pytest.mark.parametrize("data", [[], iter([])])
+def test_data_without_a_batch_is_refused(data: Any, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"gave no batch, and fit was to make 3 steps"):
+        fit(SmallProgram(), data, steps=3, folder=tmp_path)
+    # What ended with the run before has nothing left, and that is no mistake.
+    first = fit(SmallProgram(), (batches := iter(list(itertools.islice(SmallData().batches(), 2)))), steps=2)
+    assert fit(SmallProgram(), batches, steps=4, state=first.state, samples=first.samples).ended == "data"
 
 
 def test_a_given_state_and_position_go_on(program: SmallProgram):
