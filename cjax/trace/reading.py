@@ -21,6 +21,7 @@ from cjax.trace.examples.values import RowWeight, Value
 from cjax.trace.examples.verdict import Lifted
 from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.jaxpr.simplify import simplify
+from cjax.trace.jaxpr.unchanged import unchanged
 from cjax.trace.jaxpr.view import every_equation
 from cjax.trace.layers.at_once import all_at_once
 from cjax.trace.layers.repeats import RepeatedLayers, find_runs, paired
@@ -167,13 +168,16 @@ def trace_part(
 
     def function(
         params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: jax.Array, index: jax.Array
-    ) -> tuple[PyTree, PyTree, PyTree]:
+    ) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array]]:
         # One part draws the numbers that the author's own loop would; each of several draws its own.
         inner = model_state
         if num_microbatches > 1:
             key = jax.random.fold_in(key, index)
             inner = capture.fold_model_state(model_state, index)
-        given = {} if call is None else {"call": call}
+        given: dict[str, Loss | dict[str, jax.Array]] = {} if call is None else {"call": call}
+        rewritten: dict[str, jax.Array] = {}
+        if train and capture.kind == "nnx":
+            given["rewritten"] = rewritten
         loss, aux, new = capture.apply(params, frozen, inner, batch, key, train, **given)
         if num_microbatches > 1:
             new = capture.unfold(new, model_state)
@@ -184,7 +188,7 @@ def trace_part(
             new = treedef.unflatten(
                 [jnp.where(last, x, old) if i in counters else x for i, (x, old) in enumerate(pairs)]
             )
-        return loss, aux, new
+        return loss, aux, new, rewritten
 
     trees = {
         "params": capture.params_shape,
@@ -194,12 +198,36 @@ def trace_part(
         "key": jax.eval_shape(lambda: jax.random.key(0)),
         "index": jax.ShapeDtypeStruct((), jnp.int32),
     }
-    closed, (loss, aux, _) = make_jaxpr(function, return_shape=True)(*trees.values())
+    closed, (loss, aux, _, rewritten) = make_jaxpr(function, return_shape=True)(*trees.values())
+    closed = _without_writes(closed, sorted(rewritten))
     leaves = []
     for kind, tree in trees.items():
         for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
             leaves.append(Leaf(name or kind, kind, tuple(leaf.shape), leaf.dtype))
     return Traced(closed, tuple(leaves), len(jax.tree.leaves(loss)), aux)
+
+
+def _without_writes(closed: ClosedJaxpr, names: Sequence[str]) -> ClosedJaxpr:
+    """The trace without its last results, parameters of these names, if they are what they were.
+
+    Raises:
+      ValueError: they are not: only optimizers change parameters, and what a loss writes would be lost.
+    """
+    if not names:
+        return closed
+    jaxpr, num = closed.jaxpr, len(closed.jaxpr.outvars) - len(names)
+    written = [
+        n for n, atom in zip(names, unchanged(jaxpr)[num:], strict=True) if all(atom is not v for v in jaxpr.invars)
+    ]
+    if written:
+        few = ", ".join(written[:4]) + (f", ... ({len(written)} in all)" if len(written) > 4 else "")
+        raise ValueError(
+            f"the loss, or the model, writes the parameters {few}, which here only the optimizer changes: what is "
+            "written would be lost. Compute with the new value without writing it to the nnx.Param; keep what is no "
+            "weight (an average, a codebook) in a type of your own, class Average(nnx.Variable); clip weights in the "
+            "optimizer, optax.chain(..., optax.keep_params_nonnegative()) or a transformation of yours."
+        )
+    return ClosedJaxpr(jaxpr.replace(outvars=jaxpr.outvars[:num]), closed.consts)
 
 
 def flattened(traced: Traced, like: Trace) -> ClosedJaxpr:

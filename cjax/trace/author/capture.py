@@ -38,7 +38,8 @@ class Capture:
     kind: str  # "linen" | "nnx"
     init: Callable[[Key], Trees]
     # apply(params, frozen, model_state, batch, key, train) -> (scalar | Mean, aux, new_model_state); given
-    # `call(model, batch, key, train) -> (value, aux)`, that instead of the user's loss.
+    # `call(model, batch, key, train) -> (value, aux)`, that instead of the user's loss. An NNX model's in training also
+    # puts into a dict `rewritten` what parameters are behind it that are not the arrays they were.
     apply: Callable[..., tuple[PyTree, PyTree, PyTree]]
     rebuild: Callable[[PyTree, PyTree, PyTree], object]
     # Micro-batch i draws other random numbers than micro-batch j: `fold_model_state` folds its index into the keys that
@@ -270,7 +271,14 @@ def _capture_nnx(model: object, call: Loss, batch: PyTree, wrt: Wrt) -> Capture:
     check_trained(wrt, params_shape, frozen_shape)
 
     def apply(
-        params: PyTree, frozen: PyTree, model_state: PyTree, batch: PyTree, key: Key, train: bool, call: Loss = call
+        params: PyTree,
+        frozen: PyTree,
+        model_state: PyTree,
+        batch: PyTree,
+        key: Key,
+        train: bool,
+        call: Loss = call,
+        rewritten: dict[str, jax.Array] | None = None,
     ) -> tuple[PyTree, PyTree, PyTree]:
         if not train:
             return *score(params, frozen, model_state, batch, key, call), model_state
@@ -279,6 +287,8 @@ def _capture_nnx(model: object, call: Loss, batch: PyTree, wrt: Wrt) -> Capture:
         with quick_attribute_errors((model_state, batch)):
             value, aux = call(model, batch, key, True)
         state = nnx.state(model, nnx.Not(nnx.Intermediate))
+        if rewritten is not None:
+            rewritten |= nnx_parts.rewritten(model, state, (params, frozen))
         return value, aux, _read_back(model_state, state, known=leaf_names(params) + leaf_names(frozen))
 
     def score(

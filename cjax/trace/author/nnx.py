@@ -1,5 +1,6 @@
 """What is particular to Flax NNX: filters, modes of modules, random keys that models carry, names in metadata."""
 
+from collections.abc import Sequence
 from typing import cast
 
 import jax
@@ -47,6 +48,25 @@ def set_eval(model: nnx.Module) -> None:
     for _, variable in nnx.iter_graph(model):
         if isinstance(variable, nnx.BatchStat):
             variable.set_metadata(on_set_value=refuse)
+
+
+def rewritten(model: nnx.Module, after: PyTree, before: Sequence[PyTree]) -> dict[str, jax.Array]:
+    """Parameters behind a loss that are not the arrays they were before: written, or handed through a transform.
+
+    Not those of layers that Flax's own `WeightNorm` and `SpectralNorm` normalise, which write what they compute with:
+    under cjax they stay as the optimizer has left them, and are normalised anew in each step.
+    """
+    given = {name: leaf for tree in before for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)}
+    normed = [
+        "".join(f"{each}/" for each in path)
+        for path, module in nnx.iter_modules(model)
+        if isinstance(module, nnx.WeightNorm | nnx.SpectralNorm)
+    ]
+    found = {}
+    for name, leaf in zip(leaf_names(after), jax.tree.leaves(after), strict=True):
+        if name in given and leaf is not given[name] and not any(f"{name}/".startswith(each) for each in normed):
+            found[name] = leaf
+    return found
 
 
 def check_not_random(used: list[bool], model_state: PyTree) -> None:

@@ -65,6 +65,8 @@ def _rows(jaxpr: Jaxpr, num_weights: int) -> dict[Var, Row]:
         for var in variables(eqn):
             readers.setdefault(var, []).append(name_of(eqn))
     for eqn in jaxpr.eqns:
+        if not eqn.outvars:  # something is printed
+            continue
         of, out = next(iter(variables(eqn)), None), eqn.outvars[0]
         if of in weights and name_of(eqn) == "slice" and set(readers.get(out, ())) == {"squeeze"}:
             first, last = eqn.params["start_indices"], eqn.params["limit_indices"]

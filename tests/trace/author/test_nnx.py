@@ -11,6 +11,7 @@ from flax import nnx
 from zoo import MODELS
 
 from cjax.trace.author.capture import capture
+from cjax.trace.reading import trace_part
 
 
 def make_net() -> Net:
@@ -206,3 +207,58 @@ def test_a_mode_that_was_chosen_stays() -> None:
     assert_close(total, wanted)
     assert model_state["dropout"]["rngs"]["count"].get_value() == 0
     assert run(capture(closed, opened, X_SHAPE), trees, X)[0] != total
+
+
+class Writes(nnx.Module):
+    """A layer that does something to its parameters, or to what it made of them."""
+
+    def __init__(self, rngs: nnx.Rngs, how: str):
+        self.linear, self.how = nnx.Linear(5, 5, rngs=rngs), how
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.linear.kernel
+        match self.how:
+            case "clips":
+                kernel[...] = jnp.clip(kernel[...], -0.1, 0.1)
+            case "updates":
+                nnx.update(self, jax.tree.map(lambda leaf: leaf * 2, nnx.state(self, nnx.Param)))
+            case "replaces":
+                self.linear.kernel = nnx.Param(kernel[...] * 2)
+            case "in jit":
+
+                def doubled(layer: nnx.Linear, x: jax.Array) -> jax.Array:
+                    layer.kernel[...] = layer.kernel[...] * 2
+                    return layer(x)
+
+                return nnx.jit(doubled)(self.linear, x)
+            case "puts back":
+                before = kernel[...]
+                kernel[...] = before * 2
+                y = self.linear(x)
+                kernel[...] = before
+                return y
+            case "remat":
+                return nnx.remat(lambda layer, x: layer(x))(self.linear, x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("how", ["clips", "updates", "replaces", "in jit"])
+def test_parameters_that_a_model_writes_are_refused(how: str) -> None:
+    with pytest.raises(ValueError, match="writes the parameters .*linear/kernel.* only the optimizer changes"):
+        trace_part(capture(lambda rngs: Writes(rngs, how), plain, X_SHAPE), X_SHAPE, 1, True)
+
+
+@pytest.mark.parametrize("how", ["puts back", "remat", "reads"])
+def test_parameters_that_are_what_they_were_are_not(how: str) -> None:
+    trace_part(capture(lambda rngs: Writes(rngs, how), plain, X_SHAPE), X_SHAPE, 1, True)
+
+
+def test_what_flax_normalises_is_not_refused() -> None:
+    class Normed(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.layer = nnx.WeightNorm(nnx.Linear(5, 5, rngs=rngs), rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.layer(x)
+
+    trace_part(capture(lambda rngs: Normed(rngs), plain, X_SHAPE), X_SHAPE, 1, True)
