@@ -1,7 +1,7 @@
 """In which dtype devices add up their gradients: read off values here, off the compiled program for GPUs elsewhere."""
 
+import math
 import os
-import re
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import pytest
 from contract import begun, norm, on_host, program_of, subject
 
 import cjax
+from cjax.audit import audit
 from cjax.models.gpt import GPT, gpt
 from cjax.models.gpt import loss as gpt_loss
 
@@ -65,9 +66,9 @@ def test_gpus_send_that_dtype(plan: str, dtype: str) -> None:
         lambda rngs: GPT(sizes, rngs=rngs), gpt_loss, optax.adamw(1e-3), batch, plan, devices="h100:8"
     )
     found: dict[str, int] = {}
-    text = program._compiled.as_text()
-    for shapes in re.findall(r"= (\([^)]*\)|\S+) all-reduce(?:-start)?\(", text):
-        for name, dims in re.findall(r"(bf16|f32)\[([\d,]*)\]", shapes):
-            found[name] = found.get(name, 0) + int(np.prod([int(n) for n in dims.split(",") if n] or [1]))
+    for each in audit(program._compiled, program.mesh).collectives:
+        if each.kind == "all-reduce":
+            for shape in each.shapes:
+                found[shape.dtype] = found.get(shape.dtype, 0) + each.count * math.prod(shape.dims)
     assert found[dtype] == max(found.values())
     assert sum(n for name, n in found.items() if name != dtype) < 0.01 * found[dtype]
