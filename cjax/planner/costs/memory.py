@@ -380,7 +380,7 @@ class _Memory:
         for at, held in enumerate(self.split.weights):
             every = sum(each.elements for each in held)
             own = sum(each.elements for each in held if EXPERT not in each.sums)
-            found[at] = size * every / max(1, every + (size - 1) * own)
+            found[at] = size * every / (every + (size - 1) * own) if every else 1
         return found
 
     def _rows(self) -> _Rows:

@@ -3,6 +3,9 @@
 import functools
 import math
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from memory_cases import CASES, HERE, Case, figures, kept
@@ -119,6 +122,26 @@ def test_weights_are_turned_where_zero_splits_an_inner_dim(
     shape: tuple[int, ...], shards: tuple[int, ...], num: int, wanted: bool
 ) -> None:
     assert memory._is_turned(shape, shards, num) == wanted
+
+
+class Bare(nn.Module):
+    """Layers, with no weight in front of them and none behind."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = x + nn.Dense(64)(nn.gelu(nn.Dense(256)(x)))
+        return x
+
+
+def test_parts_without_weights_are_shared_out_too() -> None:
+    batch = jax.ShapeDtypeStruct((8, 64), np.float32)
+    trace = TraceSource(capture(Bare(), lambda model, x: jnp.square(model(x)).mean(), batch), batch).read()
+    work, plans = work_of(trace), [Plan.parse(f"zero={stage}").resolve(4) for stage in (1, 2, 3)]
+    found = [memory_of(work, Splits(work, trace)(plan), PlanTable.of([plan]), hardware("a100:4")) for plan in plans]
+    whole = 4.0 * 4 * (64 * 256 + 256 + 256 * 64 + 64)
+    assert [float(each.params[0]) for each in found] == pytest.approx([whole, whole, whole / 4])
+    assert all(math.isfinite(float(each.total[0])) for each in found)
 
 
 def test_an_old_xla_has_the_gathered_table_in_two_orders() -> None:
