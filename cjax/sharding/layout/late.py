@@ -98,7 +98,7 @@ class LateSums:
         self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope, taken: Set[int]
     ) -> Iterator[tuple[list[Equation], list[Equation]]]:
         """Products, two or more, and the equations that add them up; of both, nobody else reads any but the last."""
-        makers = {eqn.outvars[0]: eqn for eqn in eqns if id(eqn) not in taken}
+        makers = {eqn.outvars[0]: eqn for eqn in eqns if eqn.outvars and id(eqn) not in taken}
         reads = Counter(v for eqn in eqns for v in variables(eqn))
         reads.update(v for v in results if not isinstance(v, Literal))
         inner: set[int] = set()  # sums that another sum reads

@@ -41,7 +41,8 @@ from cjax.sharding.place.lookups import Lookups
 from cjax.sharding.place.merged import Merged, MergedProducts
 from cjax.sharding.place.partial import PartialProducts
 from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, saved, with_bias
-from cjax.sharding.products.lookup import look_up_whole
+from cjax.sharding.place.told import tell
+from cjax.sharding.products.lookup import in_int32, look_up_whole
 from cjax.sharding.products.region import raised_on_cpu
 from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.attention.find import Attention
@@ -197,6 +198,9 @@ class Placer(Hooks):
 
     def equation(self, eqn: Equation, ins: list[Any], scope: Scope, alone: bool = True) -> list[Any]:
         """The results of an equation; `alone`: whether no other reads what it reads together with it."""
+        if not eqn.outvars:
+            return tell(eqn, ins, self._mesh)
+        ins = list(in_int32(eqn, ins))
         drawn = self._draw(eqn, ins) if self._draw else None
         if drawn is not None:
             return drawn

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
@@ -13,6 +15,7 @@ from cjax.jax_compat.core import Equation, Params
 from cjax.sharding.products.region import in_region, raised_on_cpu
 from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.jaxpr.evaluate import bind_as_is
+from cjax.trace.jaxpr.primitives import facts_of, name_of
 
 LOW_DTYPES = (jnp.bfloat16, jnp.float16)
 
@@ -33,6 +36,22 @@ def is_lookup(eqn: Equation) -> bool:
     if len(dims) != 1 or numbers.operand_batching_dims or tuple(numbers.start_index_map) != tuple(dims):
         return False
     return all(sizes[d] == n for d, n in enumerate(shape) if d != dims[0])
+
+
+def in_int32(eqn: Equation, ins: Sequence[Any]) -> Sequence[Any]:
+    """What a gather or a scatter reads, its indices as int32: the same places. XLA ends the process where it fills up
+    indices of another type, so that devices have as many each (JAX 0.10.2 to 0.12.0.1)."""
+    if name_of(eqn) != "gather" and not facts_of(eqn).scatter:
+        return ins
+    indices = jnp.asarray(ins[1])
+    if indices.dtype == jnp.int32:
+        return ins
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    if jnp.iinfo(indices.dtype).max > most:  # what is outside of int32 is outside of any tensor, and stays so
+        indices = jnp.minimum(indices, most)
+    if jnp.iinfo(indices.dtype).min < least:
+        indices = jnp.maximum(indices, least)
+    return [ins[0], indices.astype(jnp.int32), *ins[2:]]
 
 
 def pick(eqn: Equation, operand: jax.Array, indices: jax.Array, spec: PartitionSpec, dim: int, mesh: Mesh) -> jax.Array:

@@ -4,16 +4,20 @@ that nothing splits."""
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend import core as jex
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from starts import begin
 
+import cjax
 from cjax.audit import audit
 from cjax.mesh import build_mesh
 from cjax.sharding.products import lookup
@@ -22,6 +26,7 @@ from cjax.sharding.products.lookup import (
     find_among,
     find_own,
     find_rows,
+    in_int32,
     is_lookup,
     look_up,
     look_up_whole,
@@ -375,3 +380,41 @@ def test_the_gradient_of_rows_in_order_is_added_up_in_float32_and_sent_in_less(m
     total = lambda x: find_among(eqn, x, indices, P("row", None), P("row", None), mesh()).sum()  # noqa: E731
     found = {e.primitive.name: e.outvars[0].aval.dtype for e in walk(jax.make_jaxpr(jax.grad(total))(values).jaxpr)}
     assert found["scatter-add"] == jnp.float32 and found["reduce_scatter"] == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "uint32"])
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_indices_of_any_type_find_the_same_as_int32(dtype: str, mode: str) -> None:
+    """Those outside of the table too, and of int32."""
+    outside = np.iinfo(dtype).max
+    indices = np.asarray([3, 0, VOCAB - 1, outside, 7], dtype)
+    table = np.arange(VOCAB * 3, dtype=np.float32).reshape(VOCAB, 3)
+    closed = jax.make_jaxpr(lambda table, ids: jnp.take(table, ids, axis=0, mode=mode))(table, indices)
+    (eqn,) = (each for each in walk(closed.jaxpr) if each.primitive.name == "gather")
+    # What JAX makes of ids before: a gather's own mode decides on those that are outside.
+    raw = indices.reshape(-1, 1)
+    operand, found = in_int32(eqn, [table, raw])
+    assert found.dtype == jnp.int32
+    bound = [eqn.primitive.bind(jnp.asarray(operand), jnp.asarray(ids), **eqn.params) for ids in (found, raw)]
+    np.testing.assert_array_equal(*bound)
+
+
+def test_tokens_of_16_bits_at_a_length_that_is_filled_up() -> None:
+    """Of which XLA ended the process."""
+
+    class Words(nn.Module):
+        @nn.compact
+        def __call__(self, ids: jax.Array) -> jax.Array:
+            x = nn.Embed(20, 16)(ids)
+            return nn.Dense(20)(x + nn.MultiHeadDotProductAttention(2)(x, mask=nn.make_causal_mask(ids)))
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+
+    ids = np.random.default_rng(0).integers(0, 20, (4, 5))
+    found = []
+    for dtype in (np.int32, np.uint16):
+        batch = {"x": ids.astype(dtype), "y": ids.astype(np.int32)}
+        program = cjax.parallelize(Words(), loss, None, batch, "data=1 sequence=ring:2", devices=jax.devices()[:2])
+        found.append(program.value_and_grad(begin(program), batch))
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, found))
