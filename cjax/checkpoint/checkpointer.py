@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from cjax.checkpoint.description import checkpoint_steps, folder_of
+from cjax.checkpoint.description import as_folder, checkpoint_steps, folder_of
 from cjax.checkpoint.replacing import remove_older, settle_all
 from cjax.checkpoint.rows import Rows
 from cjax.checkpoint.storage import meet, restore, start_writing
@@ -40,7 +40,7 @@ class Checkpointer:
     def __init__(self, folder: str | Path, keep: int | None = 3):
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep is {keep!r}; at least one checkpoint must stay: write keep=1, or None for all")
-        self.folder = Path(folder).absolute()
+        self.folder = as_folder(folder)
         self._keep = keep
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         self._pending: concurrent.futures.Future[None] | None = None

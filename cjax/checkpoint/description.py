@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -210,6 +211,20 @@ def checkpoint_steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in found if name.isdecimal())
 
 
+def as_folder(path: str | Path) -> Path:
+    """Where a path leads, `~` too.
+
+    Raises:
+        ValueError: it is the address of a bucket, say.
+    """
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(path)):
+        raise ValueError(
+            f"{str(path)!r} is an address, and runs and checkpoints are folders of a file system: mount the bucket, "
+            "and give the path where it is mounted"
+        )
+    return Path(path).expanduser().absolute()
+
+
 def inspect(path: str | Path) -> Summary:
     """What a checkpoint holds; of the folder of a run, its latest. Needs no devices and no model.
 
@@ -222,7 +237,7 @@ def inspect(path: str | Path) -> Summary:
 
     `cjax.checkpoint.save` has an example.
     """
-    path = Path(path).absolute()
+    path = as_folder(path)
     for folder in (path, path / "checkpoints"):
         if steps := checkpoint_steps(folder):
             return read_description(folder_of(folder / str(steps[-1])))

@@ -24,6 +24,7 @@ from cjax.checkpoint.description import (
     UNFINISHED,
     ArrayInfo,
     Summary,
+    as_folder,
     check_files,
     check_same,
     describe,
@@ -67,7 +68,7 @@ def save(path: str | Path, tree: PyTree, meta: Mapping[str, Any], rows: Rows | N
     """
     if not isinstance(meta, Mapping) or not str(meta.get("step", 0)).isdecimal():
         raise ValueError(f"`meta` is {meta!r:.80}; it is a dict, whose step, if it has one, is a whole number")
-    path = Path(path).absolute()
+    path = as_folder(path)
     if path.exists() and not (path / FILE_NAME).is_file() and not is_part(path):
         raise FileExistsError(f"{path} exists and holds no checkpoint; name another folder")
     finish = start_writing(path, int(meta.get("step", 0)), tree, meta, rows)
@@ -151,7 +152,7 @@ def restore(
 
     `cjax.checkpoint.save` has an example.
     """
-    summary = read_description(located(Path(path).absolute()))
+    summary = read_description(located(as_folder(path)))
     leaves, treedef = jax.tree.flatten(abstract)
     wanted = dict(zip(_unique_names(abstract), leaves, strict=True))
     infos = {name: _info(leaf) for name, leaf in wanted.items()}

@@ -67,6 +67,8 @@ def check_tree(batch: PyTree, wanted: PyTree) -> None:
     if isinstance(batch, State):
         raise TypeError("`batch` is a state: the state comes first, as in program.step(state, batch).")
     if jax.tree.structure(batch) == jax.tree.structure(wanted):
+        for name, leaf in zip(leaf_names(batch), jax.tree.leaves(batch), strict=True):
+            _refuse_foreign(name, leaf)
         return
     have, need = leaf_names(batch), leaf_names(wanted)
     if sorted(have) == sorted(need):
@@ -78,6 +80,17 @@ def check_tree(batch: PyTree, wanted: PyTree) -> None:
     raise ValueError(
         f"this batch {given}; parallelize saw {seen}. Give the same tree, or call parallelize with this batch." + lists
     )
+
+
+def _refuse_foreign(name: str, leaf: Any) -> None:
+    """Raises TypeError for what looks like an array, and is none that a step can take."""
+    if isinstance(leaf, core.Tracer):
+        raise TypeError(
+            f"batch {name!r} is traced: programs compile their calls themselves, so make them outside of jax.jit, "
+            "grad, vmap and scan. (program.value_and_grad has gradients; jax.grad takes program.loss, in its `params`.)"
+        )
+    if hasattr(leaf, "detach") and hasattr(leaf, "numpy"):
+        raise TypeError(f"batch {name!r} is {kind_of(leaf)} of torch: give {name.rpartition('/')[2] or 'it'}.numpy()")
 
 
 def _few(names: tuple[str, ...]) -> str:

@@ -11,11 +11,13 @@ import jax
 import numpy as np
 
 from cjax.checkpoint import Checkpointer
+from cjax.checkpoint.description import as_folder, checkpoint_steps
 from cjax.job import AGAIN, beating, member
 from cjax.job.beat import CALLING, COMPILING, ENDED, RESTORING
 from cjax.job.files import write_whole
 from cjax.job.lock import locked
 from cjax.mesh import together
+from cjax.plan import Plan
 from cjax.program import Program, State
 from cjax.program.on_disk import on_disk
 from cjax.program.stored import stored_shape
@@ -35,7 +37,7 @@ from cjax.train.stream import Stream
 from cjax.train.system import HardwareLog
 from cjax.train.watchdog import Watchdog, check_watchdog
 from cjax.train.writers import Writer
-from cjax.tree import PyTree
+from cjax.tree import PyTree, kind_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +183,15 @@ def fit(
         raise ValueError(f'fit got on_nan={on_nan!r}; it needs on_nan "stop", "skip" or "rollback"')
     _check_corrupt(on_corrupt, verify_copies_every, data)
     check_watchdog(watchdog)
+    _check_calls(validation, learning_rate, callbacks)
     folder, goes_on = _place(folder, resume, state)
+    if evaluate_every is not None and validation is None and getattr(data, "validation", None) is None:
+        raise ValueError(
+            f"evaluate_every={evaluate_every} has nothing to evaluate on: give validation=, a function that returns "
+            "batches, as validation=lambda: held_out"
+        )
+    if checkpoint_every is not None and folder is None:
+        raise ValueError(f"checkpoint_every={checkpoint_every!r} has nowhere to write checkpoints: give folder=")
     if best is not None and (folder is None or not evaluate_every):
         raise ValueError(f"best={best!r} keeps a checkpoint by what evaluations give: give folder= and evaluate_every=")
     goes_back = "rollback" in (on_nan, on_corrupt) or any(
@@ -329,7 +339,7 @@ def _place(folder: Any, resume: Any, state: State | None) -> tuple[Path | None, 
         resume = "auto" if mine is not None else False
     if resume not in (True, False, "auto"):
         raise ValueError(f'fit got resume={resume!r}; it needs resume True, False or "auto"')
-    folder = None if folder is None else Path(folder).absolute()
+    folder = None if folder is None else as_folder(folder)
     if resume and (folder is None or (state is not None and resume != "auto")):
         raise ValueError(
             f'resume={resume!r} continues the run of a folder: give folder=..., and no state but with resume="auto", '
@@ -350,15 +360,45 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _refuse_anothers(folder: Path, goes_on: bool | str, command: str | None) -> None:
-    if not goes_on and (folder / "metrics.jsonl").exists():
-        how = command or 'resume=True, or resume="auto"'
-        raise FileExistsError(f"{folder} holds a run already; continue it with {how}, or name another folder")
+    if goes_on:
+        return
+    steps = checkpoint_steps(folder / "checkpoints")
+    if steps or (folder / "metrics.jsonl").exists():
+        how, kept = command or 'resume=True, or resume="auto"', f" (its last checkpoint: {steps[-1]})" if steps else ""
+        raise FileExistsError(f"{folder} holds a run already; continue it with {how}, or name another folder{kept}")
+    for name, is_ours in (("plan.txt", _is_plan), ("report.txt", lambda text: text.startswith("plan "))):
+        file = folder / name
+        if file.exists() and not is_ours(file.read_text(errors="replace")):
+            raise FileExistsError(f"{file} is no run's, and would be written over: give the run a folder of its own")
+
+
+def _is_plan(text: str) -> bool:
+    try:
+        return bool(Plan.parse(text.strip()))
+    except ValueError:
+        return False
 
 
 def _check_counts(**counts: tuple[Any, int]) -> None:
     for name, (number, least) in counts.items():
         if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < least:
             raise ValueError(f"fit got {name}={number!r}; it needs {name} >= {least}, a whole number")
+
+
+def _check_calls(validation: Any, learning_rate: Any, callbacks: Any) -> None:
+    if validation is not None and not callable(validation):
+        raise TypeError(f"validation is {kind_of(validation)}; it is a function that returns batches: lambda: batches")
+    if learning_rate is not None and not callable(learning_rate) and not isinstance(learning_rate, int | float):
+        if np.ndim(learning_rate) or not hasattr(learning_rate, "dtype"):
+            raise TypeError(f"learning_rate is {kind_of(learning_rate)}; it is a number, or its function of updates")
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        raise TypeError(f"callbacks is {kind_of(callbacks)}; it is a list: callbacks=[...]")
+    for each in callbacks:
+        if not isinstance(each, Callback):
+            named = (
+                f"the class {each.__name__}: make one, {each.__name__}()" if isinstance(each, type) else kind_of(each)
+            )
+            raise TypeError(f"of callbacks, one is {named}; each is a cjax.train.Callback, of a class made from it")
 
 
 def _check_corrupt(on_corrupt: str, verify_copies_every: int | None, data: Any) -> None:

@@ -17,7 +17,7 @@ from cjax.job.beat import CALLING, EVALUATING, RESTORING, SAVING
 from cjax.program import Program, State
 from cjax.program.on_disk import OnDisk
 from cjax.train.callbacks import Callback
-from cjax.train.copies import CopyChecks
+from cjax.train.copies import CopiesDifferError, CopyChecks
 from cjax.train.display import Display
 from cjax.train.meter import Meter
 from cjax.train.pace import Pace
@@ -84,6 +84,7 @@ class Loop:
     stop_request: StopRequest
     evaluated: bool  # whether the evaluation that is due after the last step has been made
     step: int = 0
+    trained: int = 0  # samples read by the last step that was made
     loss: float | None = None
     # Dispatched, but not looked at: reading the metrics of a step waits for it, and the devices should have the next
     # one by then.
@@ -97,11 +98,37 @@ class Loop:
     went_back: tuple[int, int] = (-1, 0)  # to which step, and how often in a row
 
     def go(self) -> str:
-        """Runs until `steps`; returns why it ended."""
+        """Runs until `steps`; returns why it ended. Steps that were made before an error are kept."""
+        try:
+            return self._go()
+        except (NotFiniteError, CopiesDifferError):
+            raise  # they say what there is to go back to
+        except Exception as error:
+            self._keep_before(error)
+            raise
+
+    def _keep_before(self, error: Exception) -> None:
+        """A checkpoint of the last step before an error, which comes of data, a callback or a batch: the state is good.
+        Not of several processes, of which one alone may be here; and not where going back was due."""
+        on_disk = self.noting is not None  # where each step is kept already
+        if self.checkpoints is None or on_disk or self.saved == self.step or jax.process_count() > 1:
+            return
+        self.stream.samples = self.trained  # what was read for a step that was not made is read again
+        try:
+            self._save()
+            self.checkpoints.wait()
+        except Exception as other:
+            error.add_note(f"cjax: what was trained until step {self.step} could not be kept: {other}")
+            return
+        if self.saved == self.step:
+            place = latest(self.checkpoints)
+            error.add_note(f"cjax: what was trained until step {self.step} is in {place}: go on with resume=True")
+
+    def _go(self) -> str:
         self.step = int(self.state.step)
         if self.rate is not None:
             self.updates = self.step - int(OnDisk.scaling(self.state).num_skipped)
-        self.batches = iter(self.stream)
+        self.batches, self.trained = iter(self.stream), self.stream.samples
         first, ended = self.step, "steps"
         self._call(lambda callback: callback.on_begin(self))
         if self.goes_back and latest(self.checkpoints) is None:
@@ -156,7 +183,7 @@ class Loop:
         self._call(lambda callback: callback.before_step(self, self.step + 1))
         with jax.profiler.StepTraceAnnotation("step", step_num=self.step + 1):  # for who takes a profile
             self.state, metrics = self.program.step(self.state, batch)
-        self.step += 1
+        self.step, self.trained = self.step + 1, self.stream.samples
         self.settle()
         self.unread = (self.step, self.stream.samples, metrics)
         if self.copies is not None and self.copies.is_due(self.step):
@@ -306,6 +333,7 @@ class Loop:
         if rereads:
             self.stream = self.stream.at(inspect(place).meta["data"]["samples"])
             self.batches = iter(self.stream)
+            self.trained = self.stream.samples
             self.note(f"{why}: back to step {step}, and on with the same batches")
             return
         self.note(f"{why}: back to step {step}, and on behind the {self.stream.samples} samples read so far")

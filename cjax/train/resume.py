@@ -170,8 +170,8 @@ def _nothing(program: Program, folder: Path, disk: OnDisk | None, kept: tuple[in
             "another folder with another --disk-folder (disk_folder=)."
         )
     return (
-        f"there is no checkpoint in {folder}: the run ended before it had kept anything. Begin it anew, in another "
-        "folder; with checkpoints every fewer steps less is lost"
+        f"there is no checkpoint in {folder}: the run ended before it had kept anything. Begin it anew, with "
+        'resume="auto" here, or in another folder; with checkpoints every fewer steps less is lost'
     )
 
 

@@ -273,3 +273,25 @@ def test_a_sharded_axis_does_not_change_what_a_model_gets() -> None:
 def test_leaves_with_other_numbers_of_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="first dim of every leaf of a batch counts its rows.*: x 4, y 5"):
         batch_structs({"x": np.ones((4, 3), np.float32), "y": np.ones(5, np.float32), "z": np.float32(1)})
+
+
+def test_what_is_traced_and_what_is_torchs_is_refused(program: cjax.Program) -> None:
+    state = begin(program)
+    with pytest.raises(TypeError, match=r"batch 'x' is traced: .*outside of jax.jit, grad, vmap and scan"):
+        jax.jit(lambda batch: program.step(state, batch)[1])(rows())
+
+    class Tensor:
+        """As torch's is, to whoever asks."""
+
+        shape, dtype = X.shape, "torch.float32"
+
+        def detach(self) -> "Tensor":
+            return self
+
+        def numpy(self) -> np.ndarray:
+            return X
+
+    for call in (program.step, program.evaluate):
+        with pytest.raises(TypeError, match=r"batch 'x' is a Tensor of torch: give x.numpy\(\)"):
+            call(state, {"x": Tensor(), "y": Y})
+    program.step(state, rows())  # which no refusal has taken

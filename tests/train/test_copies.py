@@ -136,7 +136,7 @@ def test_a_run_ends_before_it_keeps_what_is_corrupt_or_goes_back_to_the_same_bit
     program: cjax.Program, tmp_path: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     every: dict[str, Any] = {"steps": 12, "checkpoint_every": 4, "log_every": 1}
-    whole = program.params(fit(program, SmallData(), **every).state)
+    whole = program.params(fit(program, SmallData(), steps=12).state)
     # In step 6, and found before the checkpoint of step 8, though the next comparison is due far behind that.
     with pytest.raises(CopiesDifferError, match=rf"after step 8 .*{jax.devices()[2]} of .*in params/0") as error:
         stopped = tmp_path / "stopped"

@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from cjax.checkpoint import inspect
-from cjax.train import LossSpike, NotFiniteError, ProfileSteps, fit
+from cjax.train import Callback, LossSpike, NotFiniteError, ProfileSteps, fit
 
 from .conftest import TRUTH, SmallData, SmallProgram
 
@@ -49,7 +50,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, kill
     settings = dict(checkpoint_every=5, log_every=log_every, seed=3)
     whole = fit(SmallProgram(), SmallData(), steps=30, folder=tmp_path / "whole", **settings)
 
-    class Killed(Exception):
+    class Killed(BaseException):
         pass
 
     class DyingData(SmallData):
@@ -178,6 +179,84 @@ def test_data_without_a_batch_is_refused(data: Any, tmp_path: Path):
     # What ended with the run before has nothing left, and that is no mistake.
     first = fit(SmallProgram(), (batches := iter(list(itertools.islice(SmallData().batches(), 2)))), steps=2)
     assert fit(SmallProgram(), batches, steps=4, state=first.state, samples=first.samples).ended == "data"
+
+
+class Fails(Callback):
+    def __init__(self, before: int = 0, behind: int = 0) -> None:
+        self.before, self.behind = before, behind
+
+    def before_step(self, training: Any, step: int) -> None:
+        if step == self.before:
+            raise OSError("the network is gone")
+
+    def on_step(self, training: Any, step: int, metrics: Any) -> None:
+        if step == self.behind:
+            raise OSError("the network is gone")
+
+
+def _breaks(batches: Iterable[Any]) -> Iterator[Any]:
+    yield from itertools.islice(batches, 7)
+    raise OSError("the network is gone")
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "step"),
+    [([], 7), ([Fails(behind=7)], 8), ([Fails(before=8)], 7)],  # the eighth has begun when the seventh is told of
+    ids=["data", "behind a step", "before a step"],
+)
+def test_what_was_trained_before_an_error_is_kept(callbacks: list[Callback], step: int, tmp_path: Path):
+    data = SmallData() if callbacks else _breaks(SmallData().batches())
+    with pytest.raises(OSError, match="the network is gone") as error:
+        fit(SmallProgram(), data, steps=30, folder=tmp_path, callbacks=callbacks)
+    (note,) = error.value.__notes__
+    assert f"until step {step} is in {tmp_path}" in note and "go on with resume=True" in note
+    resumed = fit(SmallProgram(), SmallData(), steps=30, folder=tmp_path, resume=True)
+    np.testing.assert_array_equal(resumed.state.w, fit(SmallProgram(), SmallData(), steps=30).state.w)
+
+
+def test_what_could_not_be_kept_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("cjax.checkpoint.Checkpointer.save", full)
+    with pytest.raises(OSError, match="the network is gone") as error:
+        fit(SmallProgram(), _breaks(SmallData().batches()), steps=30, folder=tmp_path)
+    assert "until step 7 could not be kept: No space left" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"evaluate_every": 2}, "evaluate_every=2 has nothing to evaluate on: give validation="),
+        ({"validation": [1]}, "validation is a list; it is a function"),
+        ({"checkpoint_every": 3}, "checkpoint_every=3 has nowhere to write"),
+        ({"learning_rate": "cosine"}, "learning_rate is a str; it is a number"),
+        ({"callbacks": Fails()}, r"callbacks is a Fails; it is a list: callbacks=\[...\]"),
+        ({"callbacks": [Fails]}, r"one is the class Fails: make one, Fails\(\)"),
+        ({"callbacks": [print]}, "one is a builtin_function_or_method; each is a cjax.train.Callback"),
+        ({"folder": "gs://bucket/run"}, "'gs://bucket/run' is an address.*mount the bucket"),
+    ],
+)
+def test_what_would_do_nothing_or_fail_later_is_refused_at_once(given: dict[str, Any], said: str):
+    with pytest.raises((TypeError, ValueError), match=said):
+        fit(SmallProgram(), itertools.islice(SmallData().batches(), 9), steps=5, **given)
+
+
+def test_a_folder_that_holds_what_is_no_runs_is_left_alone(tmp_path: Path):
+    kept = tmp_path / "kept"
+    fit(SmallProgram(), SmallData(), steps=3, folder=kept)
+    (kept / "metrics.jsonl").unlink()  # only the checkpoints were brought along
+    with pytest.raises(
+        FileExistsError, match=r"holds a run already; continue it with resume=True.*\(its last checkpoint: 3\)"
+    ):
+        fit(SmallProgram(), SmallData(), steps=3, folder=kept)
+    for name in ("plan.txt", "report.txt"):
+        mine = tmp_path / name.partition(".")[0] / name
+        mine.parent.mkdir()
+        mine.write_text("what I plan to report")
+        with pytest.raises(FileExistsError, match=f"{name} is no run's, and would be written over"):
+            fit(SmallProgram(), SmallData(), steps=3, folder=mine.parent)
+        assert mine.read_text() == "what I plan to report"
 
 
 def test_a_given_state_and_position_go_on(program: SmallProgram):

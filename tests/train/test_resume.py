@@ -68,7 +68,7 @@ class DiskProgram(SmallProgram):
         return jax.tree.map(jnp.copy, self.disk.state)
 
 
-class Killed(Exception):
+class Killed(BaseException):
     """In the place of a signal."""
 
 

@@ -29,7 +29,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_auto_begins_anew_where_nothing_was_kept_and_goes_on_where_something_was(tmp_path: Path) -> None:
-    class Killed(Exception): ...
+    class Killed(BaseException): ...
 
     class Dying(SmallData):
         def batches(self, start: int = 0) -> Any:
