@@ -224,6 +224,7 @@ class Case:
     leaves: tuple[str, ...] = ("inputs", "targets")
     positions: int = SEQ
     layers: int = LAYERS
+    attentions: int = 1  # of a layer; a T5's decoder has two, and its encoder another
     on_a_stage: int = 1  # layers of the fullest of four
     shape: tuple[int, int] = (ROWS, SEQ)
     devices: str = "h100:8"
@@ -261,7 +262,7 @@ MODELS = {
     "bert": Case(of(BERT, BERTConfig(**SIZES, context=SEQ)), chunked(masked_loss), {SEQ: 4 * LAYERS + 2}),
     "t5": Case(
         of(T5, T5Config(**SIZES, num_decoder_layers=LAYERS, head_dim=32)), chunked(t5_loss),
-        {SEQ: 10 * LAYERS + 4}, ("inputs", "targets", "source"),
+        {SEQ: 10 * LAYERS + 4}, ("inputs", "targets", "source"), attentions=3,
     ),
     "llama": Case(
         of(Llama, LlamaConfig(**SIZES, num_kv_heads=HEADS, head_dim=32, context=SEQ)), chunked(llama_loss),
@@ -288,7 +289,7 @@ MODELS = {
     ),
     "wide t5": Case(
         of(T5, T5Config(**WIDE_SIZES, num_decoder_layers=LAYERS, head_dim=128)), t5_loss, {LONG: 10 * LAYERS + 4},
-        ("inputs", "targets", "source"), shape=(ROWS, LONG), embed=WIDE,
+        ("inputs", "targets", "source"), shape=(ROWS, LONG), embed=WIDE, attentions=3,
     ),
     "wide llama": Case(
         of(Llama, LlamaConfig(**WIDE_SIZES, num_kv_heads=16, head_dim=128, context=LONG)), llama_loss,
@@ -311,13 +312,17 @@ MODELS = {
 }  # fmt: skip
 
 
+# Weights of layers, by their names; of a mixture's, attention and experts.
+LAYER = re.compile(r"(blocks|encoder|decoder|OwnLayer|Experts|ExpertsOfAll|MultiHeadDotProductAttention)[/_]\d")
+
+
 def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float | None:
     """Bytes that a device receives, of eight; None for one by itself."""
     if case.devices == "h100:1":
         return None
     low = 2 if "bfloat16" in plan else 4
     share, whole = 7 / 8, sum(size for _, size in params)
-    layers = sum(size for path, size in params if re.search(r"(blocks|encoder|decoder|OwnLayer)[/_]\d", path))
+    layers = sum(size for path, size in params if LAYER.search(path))
     if plan.startswith("tensor"):
         return (
             2 * share * low * sum(times * case.shape[0] * length * case.embed for length, times in case.reduced.items())
@@ -341,7 +346,7 @@ def formula(case: Case, plan: str, params: Sequence[tuple[str, int]]) -> float |
         ticks, stream = 4 + 2 * (4 - 1), ROWS / 2 / 4 * case.positions * EMBED
         mine, outside = layers / case.layers * case.on_a_stage, whole - layers
         return low * ticks * 2 * stream + 4 * mine + (4 * (3 / 4 + 1 / 4) + low * 3 / 4) * outside
-    held = ROWS * math.ceil(case.positions / 8) * EMBED * LAYERS
+    held = ROWS * math.ceil(case.positions / 8) * EMBED * case.layers * case.attentions
     if "ring" in plan:
         return low * ((7 + 7 + 8) * 2 * held + 2 * share * whole)
     if "all_to_all" in plan:
@@ -437,7 +442,11 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         made += [functools.partial(by_hand, name, each, options.parts) for name in published for each in (False, True)]
     rows = []
     for make in made:
-        rows.append(make())
+        try:
+            rows.append(make())
+        except ValueError as error:  # micro-batches of a mixture, of which each would have seats of its own
+            print(f"{make.args[:2]} refused: {error}", flush=True)
+            continue
         print(json.dumps(rows[-1]), flush=True)
         if options.log:
             with options.log.open("a") as file:
