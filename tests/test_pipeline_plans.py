@@ -392,6 +392,8 @@ def test_evaluates_batches_of_any_size(name: str, plan: str, function: Any) -> N
     [
         ("linen_lstm", "pipeline=1f1b:2", "layers that repeat, and none were found.*leave `pipeline` out"),
         ("linen_decoder", "pipeline=1f1b:8 microbatches=8", "8 layers for 8 stages.*has 4: write pipeline=1f1b:4"),
+        # Three stages would not divide eight devices.
+        ("linen_encoder", "pipeline=1f1b:4 microbatches=4", "4 layers for 4 stages.*has 3: write pipeline=1f1b:2, or"),
         ("linen_encoder", "pipeline=interleaved:2/2 microbatches=2", "2 chunks each.*has 3: write pipeline=1f1b:2, or"),
         ("linen_remembering", "pipeline=1f1b:2 microbatches=2", "loss depends on seen/mean, which it makes anew"),
         ("linen_gathering", "pipeline=1f1b:2 microbatches=2", "makes seen/mean of the examples in one place"),

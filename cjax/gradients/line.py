@@ -126,10 +126,16 @@ def arrange_stages(trace: Trace, plan: Plan, table: Schedule | None = None) -> L
 
 
 def _fewer(plan: Plan, length: int, chunks: int, is_own: bool) -> str:
-    """The words for as many stages as there are layers for: of the same schedule, or of one without chunks."""
-    if length // chunks > 1:
-        return f"pipeline={plan.pipeline.schedule}:{length // chunks}{f'/{chunks}' if chunks > 1 else ''}"
-    return f"pipeline=1f1b:{min(plan.pipeline.size, length)}" if length > 1 and not is_own else ""
+    """The words for as many stages as there are layers for, and as divide the devices: of the same schedule, or of one
+    without chunks."""
+
+    def most(limit: int) -> int:
+        return max((size for size in range(2, limit + 1) if plan.num_devices % size == 0), default=0)
+
+    if size := most(length // chunks):
+        return f"pipeline={plan.pipeline.schedule}:{size}{f'/{chunks}' if chunks > 1 else ''}"
+    size = 0 if is_own else most(min(plan.pipeline.size, length))
+    return f"pipeline=1f1b:{size}" if size else ""
 
 
 def _head(trace: Trace, last: LayerStack) -> float:

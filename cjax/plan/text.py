@@ -148,7 +148,9 @@ def _refuse_name(text: str, start: int, stop: int, name: str, value: str) -> NoR
     plain = name.lower()
     owners = [owner for owner, words in WORDS.items() if plain in words]
     near = get_close_matches(plain, NAMES, n=1)
-    if plain in NAMES:
+    if plain in NAMES and plain != name:
+        message = f"names are in small letters; write {plain}={value}"
+    elif plain in NAMES:
         message = f"{name} needs a value, with no space around '='; write {EXAMPLES[plain]}"
     elif plain in FOREIGN_NAMES:
         message = f"{name!r} is not a name here; write {FOREIGN_NAMES[plain].format(value=value or 'N')}"

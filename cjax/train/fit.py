@@ -20,6 +20,7 @@ from cjax.mesh import together
 from cjax.plan import Plan
 from cjax.program import Program, State
 from cjax.program.on_disk import on_disk
+from cjax.program.state import check_alive
 from cjax.program.stored import stored_shape
 from cjax.report.runs import write_page
 from cjax.train.ahead import get_ready
@@ -184,6 +185,8 @@ def fit(
     _check_corrupt(on_corrupt, verify_copies_every, data)
     check_watchdog(watchdog)
     _check_calls(validation, learning_rate, callbacks)
+    if isinstance(state, State):
+        check_alive(state)
     folder, goes_on = _place(folder, resume, state)
     if evaluate_every is not None and validation is None and getattr(data, "validation", None) is None:
         raise ValueError(

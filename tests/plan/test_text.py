@@ -48,6 +48,7 @@ def refusal(text: str) -> tuple[str, str]:
         ("tensor=2 auto", "auto", "auto precision=bfloat16"),
         ("tensor", "tensor", "tensor needs a value"),
         ("tensor = 4", "tensor", "no space around '='"),
+        ("Data=8", "Data", "names are in small letters; write data=8"),
         ("=4", "=4", "no name before"),
         ("data=2 data=3", "data=3", "given twice"),
         ("data=2,tensor=4", "data=2,tensor=4", "put a space between"),

@@ -7,9 +7,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
+import jax
 import numpy as np
+import optax
 import pytest
 
+import cjax
 from cjax.checkpoint import inspect
 from cjax.train import Callback, LossSpike, NotFiniteError, ProfileSteps, fit
 
@@ -257,6 +261,16 @@ def test_a_folder_that_holds_what_is_no_runs_is_left_alone(tmp_path: Path):
         with pytest.raises(FileExistsError, match=f"{name} is no run's, and would be written over"):
             fit(SmallProgram(), SmallData(), steps=3, folder=mine.parent)
         assert mine.read_text() == "what I plan to report"
+
+
+def test_a_state_that_a_step_has_taken_is_refused():
+    batch = np.ones((4, 3), np.float32)
+    loss = lambda model, x: ((model(x) - 1) ** 2).mean()  # noqa: E731
+    program = cjax.parallelize(nn.Dense(1), loss, optax.sgd(0.1), batch, "data=1", devices=jax.devices()[:1])
+    state = program.init(0)
+    program.step(state, batch)
+    with pytest.raises(ValueError, match="this state was given up"):
+        fit(program, [batch], steps=3, state=state)
 
 
 def test_a_given_state_and_position_go_on(program: SmallProgram):

@@ -177,7 +177,10 @@ def _capture_linen(model: nn.Module, call: Loss, batch: PyTree, wrt: Wrt) -> Cap
     def make(key: Key, batch: PyTree) -> Trees:
         init = nn.init(lambda bound, batch: call(bound, batch, key, True), model, mutable=True)
         with sown_collections() as sown:
-            variables = dict(init({"params": key}, batch))
+            try:
+                variables = dict(init({"params": key}, batch))
+            except KeyError as error:
+                raise linen_parts.bridged(error) from error
         params = variables.pop("params", {})
         model_state = {name: tree for name, tree in variables.items() if name not in sown}
         trained = linen_parts.prune(params, lambda path, leaf: matches(path, leaf))

@@ -1,5 +1,6 @@
 """What is particular to Flax Linen: random streams, boxes around parameters, nested mappings."""
 
+import re
 from collections.abc import Callable, Mapping
 
 import flax.linen as nn
@@ -14,6 +15,21 @@ EVAL_HINT = (
     "Declare `train` in the loss, `def loss(model, batch, train)`, and hand it to the model "
     "(`deterministic=not train`, `use_running_average=not train`)."
 )
+
+
+def bridged(error: KeyError) -> Exception:
+    """What is wrong where an NNX module within a Linen model (`nnx.bridge.to_linen`) asks for a stream of its own.
+
+    In evaluation it would go on drawing from the stream that it was made with, and nobody would be told.
+    """
+    name = re.search(r"No RngStream named '(\w+)'", str(error))
+    if name is None:
+        return error
+    return ValueError(
+        "an NNX module within this Linen model (nnx.bridge.to_linen) draws from a random stream of its own, "
+        f"{name[1]!r}, which cjax can neither give it nor take from it in evaluation. Take the dropout out of that "
+        "module, into the Linen one around it, or write the whole model in NNX (nnx.bridge.ToNNX takes Linen modules)."
+    )
 
 
 def next_stream(error: InvalidRngError, known: list[str], train: bool) -> str:

@@ -1,5 +1,6 @@
 """The user's loss: how it is called, and what it may return."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,8 +40,9 @@ def loss_caller(loss: Callable[..., object]) -> Loss:
     if not callable(loss):
         raise TypeError(f"`loss` is {kind_of(loss)}, not a function. {write}.")
     parameters = inspect.signature(loss).parameters
-    wants_key, wants_train = "key" in parameters, "train" in parameters
-    extra = {name: None for name in ("key", "train") if name in parameters}
+    fixed = loss.keywords if isinstance(loss, functools.partial) else {}  # which stay as their author has fixed them
+    extra = {name: None for name in ("key", "train") if name in parameters and name not in fixed}
+    wants_key, wants_train = "key" in extra, "train" in extra
     try:
         inspect.signature(loss).bind(None, None, **extra)
     except TypeError as error:

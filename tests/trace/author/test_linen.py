@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from captured import KEY, X_SHAPE, Noisy, X, assert_close, noisy_loss, run, specs, stream, trace
+from captured import KEY, X_SHAPE, Noisy, X, assert_close, noisy_loss, plain, run, specs, stream, trace
+from flax import nnx
 
 from cjax.trace.author.capture import capture
 
@@ -157,3 +158,20 @@ def test_a_module_that_is_first_called_within_a_loop() -> None:
     jax.tree.map(np.testing.assert_array_equal, params, wanted)
     value, *_ = found.apply(params, *rest, batch, key, True)
     assert value == loss(Energy().bind({"params": wanted}), batch)
+
+
+def test_dropout_of_an_nnx_module_within_a_linen_model_is_refused() -> None:
+    class Inner(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.drop(x)
+
+    class Outer(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nnx.bridge.to_linen(Inner)(nn.Dense(3)(x))
+
+    with pytest.raises(ValueError, match=r"to_linen\) draws from a random stream of its own, 'dropout'"):
+        capture(Outer(), plain, X_SHAPE)

@@ -1,5 +1,6 @@
 """What a loss may be, and what it may give."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -21,6 +22,15 @@ def test_key_and_train_go_by_name() -> None:
     trees = captured.init(KEY)
     np.testing.assert_allclose(captured.apply(*trees, X, KEY, True)[0], jax.random.normal(KEY) + 100, rtol=1e-6)
     np.testing.assert_allclose(captured.apply(*trees, X, KEY, False)[0], jax.random.normal(KEY), rtol=1e-6)
+
+
+def test_what_an_author_has_fixed_stays() -> None:
+    def loss(model: Any, x: Any, *, train: bool = True, key: Any = None) -> Any:
+        return model(x).mean() * 0 + jax.random.normal(key) + train * 100
+
+    captured = capture(nn.Dense(3), functools.partial(loss, train=False, key=jax.random.key(7)), X_SHAPE)
+    value = captured.apply(*captured.init(KEY), X, KEY, True)[0]
+    np.testing.assert_allclose(value, jax.random.normal(jax.random.key(7)), rtol=1e-6)
 
 
 def test_mean_and_aux() -> None:
