@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
+import cjax
 from cjax.train import NotFiniteError
 
 try:
@@ -37,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\ncjax COMMAND --help says more.")
         return 0 if arguments else 2
     name = arguments[0]
+    if name == "--version":
+        print(f"cjax {cjax.__version__}, JAX {jax.__version__}")
+        return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"did you mean cjax {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"

@@ -173,6 +173,11 @@ def batch_structs(batch: PyTree) -> PyTree:
         except TypeError as error:
             kind = f"an array of {leaf.dtype}" if hasattr(leaf, "dtype") else kind_of(leaf)
             raise TypeError(f"batch {name!r} is {kind}, not an array of numbers. {write}") from error
+        if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"batch {name!r} is a random key, which is no data of examples. A loss gets one of its own "
+                "in each step: def loss(model, batch, key)"
+            )
         structs.append(jax.ShapeDtypeStruct(shape.shape, shape.dtype))
     rows = {name: leaf.shape[0] for name, leaf in zip(names, structs, strict=True) if leaf.shape}
     if not rows or 0 in rows.values():
@@ -187,7 +192,8 @@ def batch_structs(batch: PyTree) -> PyTree:
         counts = ", ".join(f"{name} {count}" for name, count in rows.items())
         raise ValueError(
             f"the first dim of every leaf of a batch counts its rows, and these differ: {counts}. Repeat what all "
-            "rows share for each of them, or let the loss close over it."
+            "rows share for each of them, or let the loss close over it; of graphs, fill each up to one number of "
+            "nodes and edges, and give it a row."
         )
     return jax.tree.unflatten(treedef, structs)
 

@@ -176,6 +176,8 @@ def fit(
     >>> result.step, result.ended, result.exit_code
     (3, 'steps', 0)
     """
+    if not hasattr(program, "step"):
+        raise TypeError(f"program is {kind_of(program)}; fit takes what cjax.parallelize returned")
     _check_counts(steps=(steps, 0), log_every=(log_every, 1), samples=(samples, 0))
     every = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every, "keep": keep}
     every |= {"verify_copies_every": verify_copies_every, "snapshot_every": snapshot_every}

@@ -1,6 +1,6 @@
 """The batches of a run from a position on, whether the data can go there or has to be read past."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -28,7 +28,13 @@ class Stream:
             )
         self.samples = position
         self._data, self._num_processes = data, num_processes
-        self._batches = data.batches(position) if hasattr(data, "batches") else self._read_past(data, position)
+        if hasattr(data, "batches"):
+            self._batches = data.batches(position)
+            return
+        if isinstance(data, str | Mapping):
+            instead = "read the file" if isinstance(data, str) else "if that is one batch, write [data]"
+            raise TypeError(f"data is {kind_of(data)}; fit needs an iterable of batches: {instead}")
+        self._batches = self._read_past(data, position)
 
     def __iter__(self) -> Iterator[PyTree]:
         for batch in self._batches:

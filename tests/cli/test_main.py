@@ -3,9 +3,11 @@ import runpy
 import subprocess
 import sys
 
+import jax
 import pytest
 from forked import Forks
 
+import cjax
 from cjax.cli import main
 
 
@@ -29,6 +31,8 @@ def test_help_names_every_command(capsys):
     for name in ("train", "plan", "run", "check", "check-model", "inspect"):
         assert f"  {name} " in text
     assert main([]) == 2
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"cjax {cjax.__version__}, JAX {jax.__version__}"
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "run", "check", "check-model", "inspect"])

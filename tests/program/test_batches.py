@@ -295,3 +295,8 @@ def test_what_is_traced_and_what_is_torchs_is_refused(program: cjax.Program) -> 
         with pytest.raises(TypeError, match=r"batch 'x' is a Tensor of torch: give x.numpy\(\)"):
             call(state, {"x": Tensor(), "y": Y})
     program.step(state, rows())  # which no refusal has taken
+
+
+def test_a_random_key_is_no_data() -> None:
+    with pytest.raises(TypeError, match=r"batch 'k' is a random key.*def loss\(model, batch, key\)"):
+        batch_structs({"x": np.ones((4, 3), np.float32), "k": jax.random.split(jax.random.key(0), 4)})

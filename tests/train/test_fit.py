@@ -309,6 +309,8 @@ def test_evaluation_is_recorded(tmp_path: Path, program: SmallProgram):
         (dict(callbacks=[ProfileSteps(2, 3)]), ValueError, "folder"),
         (dict(resume=True), ValueError, "give folder="),
         (dict(data=7), TypeError, "fit needs something with batches"),
+        (dict(data="corpus.txt"), TypeError, "data is a str; fit needs an iterable of batches: read the file"),
+        (dict(data={"x": 1}), TypeError, r"data is a dict; .*if that is one batch, write \[data\]"),
         (dict(tensorboard=True), ValueError, "needs a folder"),
     ],
 )
@@ -316,6 +318,11 @@ def test_what_cannot_be_done_is_refused(program: SmallProgram, arguments: dict, 
     with pytest.raises(error, match=message):
         fit(program, **{"data": SmallData(), "steps": 1, **arguments})
     assert program.num_steps == 0
+
+
+def test_what_is_no_program_is_refused():
+    with pytest.raises(TypeError, match="program is a Dense; fit takes what cjax.parallelize returned"):
+        fit(nn.Dense(1), SmallData(), steps=1)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path, program: SmallProgram):
