@@ -1,13 +1,13 @@
 """Which command was meant, and what its end means to the shell."""
 
 import difflib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 
 import jax
 
-import cjax
 from cjax.train import NotFiniteError
 
 try:
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     name = arguments[0]
     if name == "--version":
-        print(f"cjax {cjax.__version__}, JAX {jax.__version__}")
+        print(f"cjax {importlib.metadata.version('cjax')}, JAX {jax.__version__}")
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, 1)
