@@ -116,7 +116,7 @@ def is_as_wanted(wanted: str, given: str, exact: bool = True) -> bool:
 
     >>> is_as_wanted("moves ... GiB\\n", "moves   2.7 GiB\\n"), is_as_wanted("2 rows\\n", "3 rows\\n")
     (True, False)
-    >>> [is_as_wanted("step ... 9.29 ms\\n", f"step at least {time} ms\\n", exact=False) for time in ("9.43", "12.1")]
+    >>> [is_as_wanted("step ... 9.29 ms\\n", f"step at least {time} ms\\n", exact=False) for time in ("9.43", "41")]
     [True, False]
     """
     if exact:
