@@ -166,6 +166,7 @@ def fit(
         FileExistsError: `folder` holds a run, and `resume` is False; or the disk holds another run.
         FileNotFoundError: `resume` is True, and nothing was kept of the run.
         OSError: the checkpoint at the end could not be written; it says which one is whole.
+        TypeError: no program, no batches, or what is no function or callback.
         ValueError: arguments out of their bounds, or that need another one, with what to write.
 
     >>> import flax.linen as nn, jax.numpy as jnp, optax
@@ -371,7 +372,7 @@ def _refuse_anothers(folder: Path, goes_on: bool | str, command: str | None) -> 
     if steps or (folder / "metrics.jsonl").exists():
         how, kept = command or 'resume=True, or resume="auto"', f" (its last checkpoint: {steps[-1]})" if steps else ""
         raise FileExistsError(f"{folder} holds a run already; continue it with {how}, or name another folder{kept}")
-    for name, is_ours in (("plan.txt", _is_plan), ("report.txt", lambda text: text.startswith("plan "))):
+    for name, is_ours in (("plan.txt", _is_plan), ("report.txt", lambda text: text.startswith("plan    "))):
         file = folder / name
         if file.exists() and not is_ours(file.read_text(errors="replace")):
             raise FileExistsError(f"{file} is no run's, and would be written over: give the run a folder of its own")
