@@ -105,4 +105,23 @@ class Sorted(nn.Module):
         return (made[jnp.argsort(order)] * gates.max(-1, keepdims=True)).reshape(x.shape)
 
 
+class Scattered(nn.Module):
+    """Two experts a token, of three, whose results are weighed as they are sorted, and added to zeros."""
+
+    num: int = 3
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        tokens = x.reshape(-1, x.shape[-1])
+        best, which = lax.top_k(jax.nn.softmax(nn.Dense(self.num, use_bias=False)(tokens)), 2)
+        expert = which.reshape(-1)
+        order, sizes = jnp.argsort(expert), jnp.bincount(expert, length=self.num)
+        init = nn.initializers.lecun_normal(batch_axis=0)
+        up, down = (self.param(name, init, (self.num, *shape)) for name, shape in _SHAPES)
+        owner = order // 2
+        made = lax.ragged_dot(nn.gelu(lax.ragged_dot(tokens[owner], up, sizes)), down, sizes)
+        made = made * best.reshape(-1)[order][:, None]
+        return jnp.zeros(tokens.shape, made.dtype).at[owner].add(made).reshape(x.shape)
+
+
 _SHAPES = (("up", (EMBED, FFN)), ("down", (FFN, EMBED)))

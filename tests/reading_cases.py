@@ -143,6 +143,22 @@ class Dropless(nn.Module):
         return x + (made * best[..., None]).sum(1).reshape(x.shape)
 
 
+class Scattered(nn.Module):
+    """The same tokens sorted; what their experts make is weighed as it is sorted, and added to zeros."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        *_, width = x.shape
+        tokens = x.reshape(-1, width)
+        best, expert = jax.lax.top_k(nn.softmax(nn.Dense(4, use_bias=False)(tokens)), 2)
+        order, sizes = jnp.argsort(expert.reshape(-1)), jnp.bincount(expert.reshape(-1), length=4)
+        up = self.param("up", nn.initializers.lecun_normal(), (4, width, 2 * width))
+        down = self.param("down", nn.initializers.lecun_normal(), (4, 2 * width, width))
+        made = jax.lax.ragged_dot(nn.silu(jax.lax.ragged_dot(tokens[order // 2], up, sizes)), down, sizes)
+        made = made * best.reshape(-1)[order][:, None]
+        return x + jnp.zeros(tokens.shape, made.dtype).at[order // 2].add(made).reshape(x.shape)
+
+
 class ExpertModel(nn.Module):
     """A mixture of experts."""
 
@@ -206,6 +222,7 @@ MODELS: dict[str, Model] = {
     "own": Model(OwnModel(), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
     "experts": Model(ExpertModel(), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
     "dropless": Model(ExpertModel(Dropless), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
+    "scattered": Model(ExpertModel(Scattered), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
     "switch": Model(ExpertModel(Switch), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
     "top two": Model(ExpertModel(TopTwo), own_loss, _tokens(inputs=SEQ, targets=SEQ)),
 }  # fmt: skip
@@ -317,6 +334,8 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("dropless", "data=2 tensor=2 sequence=ring:2"),
     ("dropless", "data=4 tensor=2 sequence=gather zero=3"),
     ("dropless", "data=2 tensor=2d:4"),
+    ("scattered", "data=2 tensor=4 zero=1"),
+    ("scattered", "data=2 tensor=2d:4"),
     # Experts on data-parallel devices: what is sent to them is exchanged, or gathered, if the whole batch makes it.
     ("experts", "data=8 expert=4"),
     ("experts", "data=8 expert=2 zero=3 precision=bfloat16"),

@@ -50,7 +50,8 @@ def derived(body: Body, learned: frozenset[Var]) -> Derived:
 
 
 def learned_of(trace: Trace) -> frozenset[Var]:
-    """The variables of a trace whose gradient anybody wants: those that trained parameters have a part in."""
+    """The variables of a trace whose gradient anybody wants: those that trained parameters have a part in. What a layer
+    hands to the next is one, so that of a stack of equal layers the first's input counts too, be it the batch's own."""
     trained, nothing = frozenset[str](("params",)), frozenset[str]()
     on: dict[Var, frozenset[str]] = {trace.closed.jaxpr.invars[i]: trained for i in trace.leaves_of("params")}
 
@@ -58,7 +59,8 @@ def learned_of(trace: Trace) -> frozenset[Var]:
         return nothing if facts_of(eqn).stops else kinds
 
     depends(trace.closed.jaxpr.eqns, on, mark)
-    return frozenset(var for var, kinds in on.items() if kinds)
+    found = {var for var, kinds in on.items() if kinds}
+    return frozenset(found.union(own for run in trace.runs for _, own, new, _ in run.carries if new in found))
 
 
 def _comes_with_gradient(node: Spot, learned: frozenset[Var]) -> bool:

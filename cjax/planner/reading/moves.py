@@ -27,9 +27,11 @@ from cjax.planner.reading.products import is_weight, operands_of
 from cjax.planner.reading.stretches import Body, Operation, Spot, Stretch
 from cjax.planner.reading.traffic import forms_of
 from cjax.planner.work import AxisMove, Kind, RingWork
+from cjax.sharding.layout.copied_rows import CopiedRows, RowsToCopy
 from cjax.sharding.layout.grid import Grid, crosses
 from cjax.sharding.layout.late import Late, LateSums
-from cjax.sharding.layout.rows import is_among_rows
+from cjax.sharding.layout.rows import adds_among_rows, is_among_rows
+from cjax.sharding.layout.shards import looked_up_dim
 from cjax.sharding.layout.spreads import Spreads, weight_at
 from cjax.sharding.place.concatenated import neighbours_of
 from cjax.sharding.place.exchanged import Sends
@@ -86,6 +88,7 @@ class Moves:
     _derived: Derived = field(init=False)
     _spread: dict[int, Group[dict[int, Spread]]] = field(default_factory=dict)
     _late: dict[int, Group[Late]] = field(default_factory=dict)
+    _copied: dict[int, Group[CopiedRows]] = field(default_factory=dict)
     _made: set[Spot] = field(default_factory=set)  # in the body that is read
     _all: set[Spot] = field(default_factory=set)  # what all examples share, whose gradient is counted
 
@@ -109,7 +112,11 @@ class Moves:
         groups = [group for some in body.lists for group in spreads.find(*some)]
         self._spread = {id(eqn): group for group in groups for eqn in group.eqns}
         late = LateSums(self.placed.trace.dims, self.placed.layout)
-        self._late = {id(eqn): group for some in body.lists for group in late.find(*some, groups) for eqn in group.eqns}
+        summed = [group for some in body.lists for group in late.find(*some, groups)]
+        self._late = {id(eqn): group for group in summed for eqn in group.eqns}
+        copied = RowsToCopy(self.placed.trace, self.placed.layout)
+        found = [group for some in body.lists for group in copied.find(*some, [*groups, *summed])]
+        self._copied = {id(eqn): group for group in found for eqn in group.eqns}
         self._made = {spot for step in body.steps for spot in step.writes}
         partial: dict[Spot, list[PartialGradient]] = {}
         readers: dict[Spot, list[int]] = {}
@@ -158,7 +165,9 @@ class Moves:
         if how is not None:
             summed = self._summed(eqn, scope, how.inner)
             self._reduced(step.writes[0], scope, summed, body.times, scatters=not is_by_rows(eqn))
-            yield from self._gradients(step, eqn.invars[:2], eqn.outvars[0], at, True)
+            parts = self._gradients(step, eqn.invars[:2], eqn.outvars[0], at, True)
+            # The gradient of copies of rows goes back to what was looked up, and is reduced there.
+            yield from (part for part in parts if part[0] != 0 or id(eqn) not in self._copied)
         elif name_of(eqn) == "gather":
             numbers = eqn.params["dimension_numbers"]
             entries = self.placed.entries(eqn.invars[0], scope)
@@ -167,6 +176,12 @@ class Moves:
                 self._ordered(eqn, step, summed, body)
             else:
                 self._looked_up(step, eqn, summed, body)
+            if id(eqn) in self._copied and step.reads[0] is not None and self._has_gradient(step.reads[0]):
+                held = self.placed.local(eqn.invars[0], scope)
+                yield 0, PartialGradient(frozenset({TENSOR}), held, at, True)
+        elif self.placed.layout.grid is not None and adds_among_rows(eqn, self.placed.trace, scope):
+            split = self.placed.entries(eqn.outvars[0], scope)[looked_up_dim(eqn)]
+            self._ordered(eqn, step, {*split}, body)
         elif (found := neighbours_of(eqn, self.placed.layout, self.placed.trace.dims, scope)) is not None:
             row = self.placed.local(eqn.outvars[0], scope) / found.rows.shape[1]
             ways = (True, False) if any(n is not None and self._has_gradient(n) for n in step.reads) else (True,)
@@ -243,7 +258,10 @@ class Moves:
         yield from self._gradients(step, eqn.invars, eqn.outvars[0], at, is_product)
         if group.of.sums:
             return
-        weighed = [i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v not in group.of.parts]
+        if eqn.outvars[0] in group.of.fed:
+            self._sum(eqn.invars[0], step.scope, {TENSOR})
+        whole = [v for v in eqn.invars if not isinstance(v, Literal) and v not in group.of.fed]
+        weighed = [i for i, v in enumerate(eqn.invars) if v in whole and v not in group.of.parts]
         for index in weighed if len(weighed) < len(eqn.invars) else ():
             atom, node = eqn.invars[index], step.reads[index]
             if is_weight(atom, step.scope):

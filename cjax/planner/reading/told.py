@@ -13,7 +13,7 @@ from cjax.planner.reading.naming import Naming
 from cjax.planner.reading.stretches import Body, Operation, Spot
 from cjax.planner.reading.traffic import value_of
 from cjax.planner.work import BATCH, ROWS, Ordered, Told
-from cjax.sharding.layout.rows import is_among_rows
+from cjax.sharding.layout.rows import adds_among_rows, is_among_rows
 from cjax.trace.jaxpr.primitives import facts_of
 
 
@@ -49,7 +49,8 @@ def told_of(body: Body, naming: Naming, derivative: Derived) -> Iterator[Told]:
 
 
 def ordered_of(body: Body, naming: Naming, derivative: Derived, alone: bool) -> Iterator[Ordered]:
-    """What is looked up in a body where each row of the batch finds another.
+    """What is looked up in a body where each row of the batch finds another, and what is added up where each is added
+    to another: scattered in the one pass, it is gathered in the other.
 
     Args:
       body: whose steps.
@@ -58,11 +59,15 @@ def ordered_of(body: Body, naming: Naming, derivative: Derived, alone: bool) -> 
       alone: whether nothing else may need what it makes; its backward pass counts as needing all of it otherwise.
     """
     for step in body.steps:
-        node = step.reads[0] if step.reads else None
-        if step.eqn is None or node is None or not is_among_rows(step.eqn, naming.trace, step.scope):
+        eqn, node = step.eqn, step.reads[0] if step.reads else None
+        if eqn is None:
             continue
         is_remade = not alone or not derivative.needed.isdisjoint(step.writes)
-        yield Ordered(value_of(node, body, naming), derivative.has_gradient(node), is_remade)
+        if node is not None and is_among_rows(eqn, naming.trace, step.scope):
+            yield Ordered(value_of(node, body, naming), derivative.has_gradient(node), is_remade)
+        elif adds_among_rows(eqn, naming.trace, step.scope):
+            (made,) = step.writes
+            yield Ordered(value_of(made, body, naming), derivative.has_gradient(made), is_remade)
 
 
 def _is_product(step: Operation) -> bool:

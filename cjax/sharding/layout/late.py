@@ -21,16 +21,16 @@ import numpy as np
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.mesh import TENSOR
 from cjax.sharding.layout.layout import Layout
-from cjax.sharding.storage.storage import axes_of_entry
+from cjax.sharding.layout.shards import OF_SHARDS, OwnShards
 from cjax.trace.dims.find import Dims, Scope
+from cjax.trace.dims.products import is_by_rows
 from cjax.trace.jaxpr.groups import Group, make_group, variables, waits_for_itself
 from cjax.trace.jaxpr.primitives import facts_of, name_of, named
 
-# The backward pass makes the parts again, so at least this share of what would be reduced has to be saved.
+# The backward pass makes the parts of most products again, so at least this share of what would be reduced has to be
+# saved.
 MOST = 0.75
-# What is the same of a device's own shards, whose shapes are others than the trace says.
 _SUMS = named("add add_any")
-_OF_SHARDS = named("add sub add_any neg mul div convert_element_type transpose squeeze reduce_sum dot_general")
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,19 @@ class Late:
       parts: the variables that are such results.
       sums: the equations that add them to each other and to what devices have whole, where it is products whose results
         are reduced; none where only results of the group are.
+      fed: what is looked up in weights that devices have whole, to be added to parts: by one device of them all.
     """
 
     parts: frozenset[Var]
     sums: tuple[Equation, ...] = ()
+    fed: frozenset[Var] = frozenset()
 
 
 class LateSums:
     """Finds products, with what is linear in them, of which less is reduced at the end than there and then."""
 
     def __init__(self, dims: Dims, layout: Layout) -> None:
-        self._dims, self._layout = dims, layout
+        self._grid, self.shards = layout.grid, OwnShards(dims, layout)
         self._size = layout.axis_sizes.get(TENSOR, 1)
 
     def find(
@@ -65,22 +67,26 @@ class LateSums:
           scope: the dims of their variables.
           others: groups of other equations.
         """
-        if self._size == 1 or self._layout.grid is not None:
+        if self._size == 1 or self._grid is not None:
             return []
         taken = {id(eqn) for group in others for eqn in group.eqns}
         zeros = {eqn.outvars[0] for eqn in eqns if _is_zero(eqn)}
-        sums = _Together()
+        sums, biases, fed = _Together(), self._biases(eqns, results, scope, taken), set[Var]()
         for eqn in eqns:
-            if id(eqn) in taken or name_of(eqn) not in _OF_SHARDS:
+            if id(eqn) in taken or name_of(eqn) not in OF_SHARDS:
                 continue
             read = [v for v in variables(eqn) if v in sums.of]
             is_part = self._is_linear(eqn, {*read}, zeros, scope) if read else self._is_product(eqn, scope)
-            if is_part and self._in_place(eqn, scope):
+            added = [v for v in variables(eqn) if v in biases] if len(read) == 1 and name_of(eqn) in _SUMS else []
+            if (is_part or added) and self.shards.in_place(eqn, scope):
                 sums.add(eqn, eqn.outvars[0], read)
+                for var in added:
+                    sums.add(biases[var], var, read)
+                fed.update(added)
         found: list[Group[Late]] = []
         for members in sums.members():
-            parts = frozenset(eqn.outvars[0] for eqn in members)
-            group = make_group(members, eqns, results, Late(parts))
+            parts = frozenset(eqn.outvars[0] for eqn in members) - fed
+            group = make_group(members, eqns, results, Late(parts, fed=frozenset(fed)))
             made = sum(_num_bytes(eqn.outvars[0]) for eqn in members if parts.isdisjoint(variables(eqn)))
             if group is None or sum(map(_num_bytes, group.outs)) > MOST * made:
                 continue
@@ -93,6 +99,19 @@ class LateSums:
             if group is not None and not waits_for_itself(group, eqns, [*others, *found]):
                 found.append(group)
         return found
+
+    def _biases(
+        self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope, taken: Set[int]
+    ) -> dict[Var, Equation]:
+        """What is looked up in weights and read once, such as each row's expert's bias."""
+        reads = Counter(v for eqn in eqns for v in variables(eqn))
+        reads.update(v for v in results if not isinstance(v, Literal))
+        lookups = [eqn for eqn in eqns if name_of(eqn) == "gather" and id(eqn) not in taken]
+        return {
+            eqn.outvars[0]: eqn
+            for eqn in lookups
+            if eqn.invars[0] in scope.origin and reads[eqn.outvars[0]] == 1 and self.shards.in_place(eqn, scope)
+        }
 
     def _added(
         self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope, taken: Set[int]
@@ -114,61 +133,19 @@ class LateSums:
                     inner.add(id(maker))
                     added.append(maker)
                     left += variables(maker)
-                elif self._is_product(maker, scope) and self._in_place(maker, scope):
+                elif self._is_product(maker, scope) and not is_by_rows(maker) and self.shards.in_place(maker, scope):
                     products.append(maker)
             if len(products) > 1:
                 yield products, [each for each in eqns if any(each is one for one in added)]
 
-    def entries(self, var: Atom, scope: Scope) -> list[tuple[str, ...]]:
-        """For each dim of a value, the axes that split it."""
-        if isinstance(var, Literal):
-            return [()] * len(np.shape(var.val))
-        spec = self._layout.spec(self._dims.of(var, scope), var.aval.shape)
-        return [tuple(a for a in axes_of_entry(entry) if self._layout.axis_sizes.get(a, 1) > 1) for entry in spec]
-
-    def _in_place(self, eqn: Equation, scope: Scope) -> bool:
-        """Whether devices' shards of the operands give their shards of the result, or parts of them."""
-        out, ins = eqn.outvars[0], [self.entries(v, scope) for v in eqn.invars]
-        made, params = self.entries(out, scope), eqn.params
-        if not all(self._is_even(v, entries) for v, entries in zip((*eqn.invars, out), (*ins, made), strict=True)):
-            return False
-        if any(TENSOR in axes for axes in made):
-            return False
-        match name_of(eqn):
-            case "dot_general":
-                contracted, batched = params["dimension_numbers"]
-                both = [[entries[d] for d in dims] for entries, dims in zip(ins, batched, strict=True)]
-                free = [
-                    axes for entries, *bound in zip(ins, contracted, batched, strict=True)
-                    for d, axes in enumerate(entries) if d not in {*bound[0], *bound[1]}
-                ]  # fmt: skip
-                summed = {a for entries, dims in zip(ins, contracted, strict=True) for d in dims for a in entries[d]}
-                return both[0] == both[1] and made == [*both[0], *free] and summed <= {TENSOR}
-            case "reduce_sum":
-                gone = params["axes"]
-                return made == [x for d, x in enumerate(ins[0]) if d not in gone] and not any(ins[0][d] for d in gone)
-            case "squeeze":
-                return made == [x for d, x in enumerate(ins[0]) if d not in params["dimensions"]]
-            case "transpose":
-                return made == [ins[0][d] for d in params["permutation"]]
-        return all(entries in ([], made) for entries in ins)
-
-    def _is_even(self, var: Atom, entries: Sequence[tuple[str, ...]]) -> bool:
-        sizes, shape = self._layout.axis_sizes, np.shape(var.val) if isinstance(var, Literal) else var.aval.shape
-        return all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, entries, strict=True))
-
     def _is_product(self, eqn: Equation, scope: Scope) -> bool:
-        """Whether this sums over a dim of which devices have parts."""
-        if name_of(eqn) != "dot_general" or not _is_real(eqn.outvars[0]):
-            return False
-        contracted, _ = eqn.params["dimension_numbers"]
-        sides = [self.entries(v, scope) for v in eqn.invars]
-        found = [[TENSOR in entries[d] for d in dims] for entries, dims in zip(sides, contracted, strict=True)]
-        return found[0] == found[1] and any(found[0])
+        return _is_real(eqn.outvars[0]) and self.shards.is_product(eqn, scope)
 
     def _is_linear(self, eqn: Equation, parts: set[Var], zeros: set[Var], scope: Scope) -> bool:
         """Whether this of every device's part gives its part of the result; every device has the same part of zero."""
         facts = facts_of(eqn)
+        if is_by_rows(eqn):  # each is a product of its own
+            return False
         places = [i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in parts]
         if not all(map(_is_real, (*eqn.outvars, *parts))):
             return False
@@ -178,7 +155,9 @@ class LateSums:
         others = [v for i, v in enumerate(eqn.invars) if i not in places]
         if facts.linear:
             return all(not isinstance(v, Literal) and v in zeros for v in others)
-        whole = all(TENSOR not in axes for v in others for axes in self.entries(v, scope))
+        if facts.linear_with:
+            return places == [2] and not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in zeros
+        whole = all(TENSOR not in axes for v in others for axes in self.shards.entries(v, scope))
         return len(places) == 1 and places[0] in facts.linear_in and whole
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from cjax.jax_compat.core import Equation, Literal
 from cjax.sharding.layout.one_d import find_products
+from cjax.sharding.products.addition import added_to_dim
 from cjax.sharding.products.lookup import is_lookup
 from cjax.trace.dims.classes import Matmul, Scope
 from cjax.trace.jaxpr.primitives import name_of
@@ -76,6 +77,20 @@ def is_among_rows(eqn: Equation, trace: Trace, scope: Scope) -> bool:
     of_batch = trace.batch_class is not None and rows[dim] == trace.batch_class and trace.batch_class in indices[:-1]
     is_small = eqn.invars[0].aval.size <= MOST * eqn.outvars[0].aval.size
     return of_batch and is_small and variable_of(eqn, 0) not in scope.origin
+
+
+def adds_among_rows(eqn: Equation, trace: Trace, scope: Scope) -> bool:
+    """Whether a scatter adds each of the batch's rows to one of others, as where tokens come back from experts.
+
+    Args:
+      eqn, trace, scope: as for `is_among_rows`.
+    """
+    dim = None if any(isinstance(var, Literal) for var in eqn.invars) else added_to_dim(eqn)
+    if dim is None or trace.batch_class is None:
+        return False
+    rows, places = (trace.dims.of(variable_of(eqn, place), scope) for place in (0, 1))
+    is_small = eqn.invars[0].aval.size <= MOST * eqn.invars[2].aval.size
+    return rows[dim] == trace.batch_class and trace.batch_class in places[:-1] and is_small
 
 
 def _rows(m: Matmul) -> Sequence[int]:

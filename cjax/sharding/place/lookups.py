@@ -9,14 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.jax_compat.core import Equation, Literal, Var
 from cjax.mesh import PIPE
 from cjax.sharding.layout.grid import Grid, crosses
 from cjax.sharding.layout.layout import Layout
-from cjax.sharding.layout.rows import is_among_rows
+from cjax.sharding.layout.rows import adds_among_rows, is_among_rows
+from cjax.sharding.layout.shards import looked_up_dim
 from cjax.sharding.place.copies import Copies
+from cjax.sharding.products.addition import add_to_rows, added_to_dim
 from cjax.sharding.products.lookup import (
     find_across,
     find_among,
@@ -44,7 +47,8 @@ class Lookups:
         self._trace, self._layout, self._mesh, self._lowering, self._copies = trace, layout, mesh, lowering, copies
 
     def find(self, eqn: Equation, ins: list[Any], scope: Scope, indexed: Indexed) -> jax.Array | None:
-        """The result of a gather; None for those that the partitioner is left, and for all other equations.
+        """The result of a gather, or of a scatter that adds rows up; None for those that the partitioner is left, and
+        for all other equations.
 
         Args:
           eqn: the equation.
@@ -52,6 +56,8 @@ class Lookups:
           scope: the dims of its variables.
           indexed: evaluates gathers of other forms at which the compiler could stop the process.
         """
+        if adds_among_rows(eqn, self._trace, scope):
+            return self._added(eqn, ins, scope)
         grid = self._layout.grid
         if name_of(eqn) != "gather" or self._copies.has(ins[0]):
             return None
@@ -79,6 +85,19 @@ class Lookups:
             return find_own(eqn, ins[0], 0, ins[1], spec, rows, self._mesh)
         return next(iter(indexed(eqn, ins, scope) or ()), None)
 
+    def _added(self, eqn: Equation, ins: list[Any], scope: Scope) -> jax.Array | None:
+        """The result of a scatter that adds the batch's rows to others; None where devices do not have a stretch."""
+        spec, rows, added = (self.in_region(variable_of(eqn, place), scope) for place in range(3))
+        dim, window = added_to_dim(eqn), eqn.params["dimension_numbers"].update_window_dims
+        beside = [axes_of_entry(spec[d]) for d in range(len(spec)) if d != dim]
+        placed = [axes_of_entry(added[d]) for d in window] == beside
+        placed &= [axes_of_entry(e) for d, e in enumerate(added) if d not in window] == [*map(axes_of_entry, rows[:-1])]
+        if not placed or not self._are_stretches(eqn, spec, rows):
+            return None
+        given = self._lowering.given(eqn, ins, scope)[0] if self._lowering else ins
+        low = self._lowering.low if self._lowering else None
+        return add_to_rows(eqn, [*map(jnp.asarray, given)], [spec, rows, added], self._mesh, low)
+
     def _are_stretches(self, eqn: Equation, spec: PartitionSpec, rows: PartitionSpec) -> bool:
         """Whether the same axes split what is looked up and what looks it up, both in equal parts, and no others the
         latter."""
@@ -90,7 +109,7 @@ class Lookups:
             even = all(n % self._size(axes) == 0 for n, axes in zip(var.aval.shape, split, strict=True))
             found.append([(d, axes) for d, axes in enumerate(split) if axes] if even else [])
         mine, theirs = found
-        (dim,) = eqn.params["dimension_numbers"].collapsed_slice_dims
+        dim = looked_up_dim(eqn) if name_of(eqn) == "gather" else added_to_dim(eqn)
         return len(theirs) == 1 and (dim, theirs[0][1]) in mine
 
     def in_region(self, var: Var, scope: Scope) -> PartitionSpec:

@@ -24,7 +24,8 @@ from cjax.sharding.apart.lanes import is_looked_up, reorders
 from cjax.sharding.attention.kernel import Fused, Kernel, attend_fused, fused_groups
 from cjax.sharding.attention.split import attend
 from cjax.sharding.attention.where import Apart
-from cjax.sharding.layout.late import Late, LateSums
+from cjax.sharding.layout.copied_rows import CopiedRows
+from cjax.sharding.layout.late import Late
 from cjax.sharding.layout.layout import NO_SEQUENCE, Layout
 from cjax.sharding.place.arranged import arranged
 from cjax.sharding.place.concatenated import concatenate, neighbours_of
@@ -33,12 +34,12 @@ from cjax.sharding.place.exchanged import Exchanges, Sends
 from cjax.sharding.place.filled import Filled
 from cjax.sharding.place.for_gpus import hands_on_rows, make_again, remade
 from cjax.sharding.place.grid_products import GridProducts
-from cjax.sharding.place.grouped import multiply_in_groups
+from cjax.sharding.place.grouped import GroupedProducts
 from cjax.sharding.place.in_turn import InTurn
 from cjax.sharding.place.joint import Joint, JointProducts
-from cjax.sharding.place.late_sums import evaluate_late
 from cjax.sharding.place.lookups import Lookups
 from cjax.sharding.place.merged import Merged, MergedProducts
+from cjax.sharding.place.on_shards import OnShards
 from cjax.sharding.place.partial import PartialProducts
 from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, saved, with_bias
 from cjax.sharding.place.told import tell
@@ -48,6 +49,7 @@ from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.positions import attention_groups, in_parts
 from cjax.trace.dims.find import Scope
+from cjax.trace.dims.products import is_by_rows
 from cjax.trace.emit.emit import Hooks, bind, number
 from cjax.trace.emit.precision import LOWS, MATMULS, Lowering, rounded_leaves
 from cjax.trace.jaxpr.compared import compared, extreme
@@ -114,9 +116,10 @@ class Placer(Hooks):
         self.filled = Filled(trace, mesh)
         self.gathered: dict[int, jax.Array] = {}  # by the first leaf of a stack that layers have gathered
         self._arranged = arranged(trace) if mesh.shape.keys() - BATCH_AXES else frozenset[Var]()
-        self._late = LateSums(trace.dims, layout)
+        self._grouped = GroupedProducts(trace.dims, layout, mesh, remat)
         self._exchanges = Exchanges(Sends(trace.dims, layout), self.constrain, remat == "none")
         self._partial = PartialProducts(trace.dims, layout, mesh, abreast)
+        self._on_shards = OnShards(trace, layout, mesh, self._lowering, self.copies, self._grouped, self._partial.mark)
         self._joint = JointProducts(trace, layout, self._lowering, waits)
         self._merged = MergedProducts(mesh, self._lowering.low if self._lowering else None)
         self._has_complex = has_complex(trace.closed.jaxpr)
@@ -204,10 +207,10 @@ class Placer(Hooks):
         drawn = self._draw(eqn, ins) if self._draw else None
         if drawn is not None:
             return drawn
-        indexed = self._indexed(eqn, ins, scope) if name_of(eqn) != "gather" else None
+        found = self.lookups.find(eqn, ins, scope, self._indexed)
+        indexed = self._indexed(eqn, ins, scope) if found is None and name_of(eqn) != "gather" else None
         if indexed is not None:
             return indexed
-        found = self.lookups.find(eqn, ins, scope, self._indexed)
         ins = self._exchanges.fetched(eqn, self._joint.read(eqn, ins) if alone else ins, scope)
         given, params = self._lowering.given(eqn, ins, scope) if self._lowering else (ins, eqn.params)
         is_copied = any(map(self.copies.has, ins))
@@ -259,9 +262,8 @@ class Placer(Hooks):
     def _evaluate(self, eqn: Equation, ins: list[Any], scope: Scope, params: Params | None = None) -> list[Any]:
         """The results of an equation: by XLA, or without it where it would get them wrong."""
         given: Params = params or eqn.params
-        in_groups = multiply_in_groups(eqn, ins, given, self._layout, self._trace.dims, scope, self._mesh)
-        if in_groups is not None:
-            return list(map(saved, in_groups)) if self._remat == "dots" else in_groups
+        if is_by_rows(eqn):
+            return self._grouped.multiply(eqn, ins, given, scope)
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if all(size == 1 or axis in manual for axis, size in self._mesh.shape.items()):
             times = self._evenly.get(id(eqn))
@@ -357,7 +359,7 @@ class Placer(Hooks):
             found = attention_groups(self._trace, eqns, results, scope)
             apart = self._sequence.size > 1
             groups += in_parts(self._trace, found, scope) if apart else fused_groups([group.of for group in found])
-        groups = [*groups, *self._late.find(eqns, results, scope, groups)]
+        groups = [*groups, *self._on_shards.find(eqns, results, scope, groups)]
         groups = [*groups, *self._joint.find(eqns, results, scope, groups)]
         return [*groups, *self._merged.find(eqns, results, scope, groups)]
 
@@ -366,8 +368,9 @@ class Placer(Hooks):
             return self._joint.evaluate(group, ins, lambda eqn, read: self.equation(eqn, read, scope, alone=False))
         if isinstance(group.of, Merged):
             return self._merged.evaluate(group, ins, saved if self._remat == "none" else lambda part: part)
-        if isinstance(group.of, Late):
-            outs = self._summed_late(group, ins, changed, scope)
+        if isinstance(group.of, Late | CopiedRows):
+            found = self._on_shards.evaluate(group, ins, changed, scope)
+            outs = self._one_by_one(group, ins, changed, scope) if found is None else found
         elif isinstance(group.of, Attention):
             outs = self.attended(group.of, ins, changed, scope)
         elif isinstance(group.of, Fused):
@@ -400,18 +403,6 @@ class Placer(Hooks):
         apart = self._copies_of(read, given)
         outs = attend_fused(group.of, given, changed, mesh=self._mesh, spec=spec, kernel=self._kernel, apart=apart)
         return self._one_by_one(group, ins, changed, scope) if isinstance(outs, str) else outs
-
-    def _summed_late(self, group: Group[Late], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
-        """The results of products that are added up before they are reduced."""
-        mine = {id(eqn) for eqn in group.eqns}
-        if any(key in mine for key, _ in changed) or any(map(self.copies.has, ins)):
-            return self._one_by_one(group, ins, changed, scope)
-
-        def given(eqn: Equation, read: list[Any]) -> tuple[list[Any], Params]:
-            return self._lowering.given(eqn, read, scope) if self._lowering else (read, eqn.params)
-
-        low = self._lowering.low if self._lowering is not None else None
-        return evaluate_late(group, ins, self._late, scope, self._mesh, given, low, self._partial.mark)
 
     def _one_by_one(self, group: Group[Any], ins: list[Any], changed: Changed, scope: Scope) -> list[Any]:
         """The results of a group, by its author's equations."""

@@ -197,25 +197,38 @@ def find_among(
       mesh: the mesh.
     """
     numbers = eqn.params["dimension_numbers"]
-    (dim,), dtype = numbers.collapsed_slice_dims, values.dtype
+    (dim,) = numbers.collapsed_slice_dims
     axes = axes_of_entry(spec[dim])
     out = [axes_of_entry(entry) for entry in rows[:-1]]
     beside = [axes_of_entry(entry) for d, entry in enumerate(spec) if d != dim]
     for at, entry in zip(numbers.offset_dims, beside, strict=True):
         out.insert(at, entry)
 
-    def look_up(shard: jax.Array, indices: jax.Array, wide: bool = False) -> list[jax.Array]:
-        every = lax.all_gather(shard, axes, axis=dim, tiled=True)
-        params = eqn.params | {"slice_sizes": tuple(1 if d == dim else n for d, n in enumerate(shard.shape))}
-        found = bind_as_is(eqn, (every.astype(jnp.float32) if wide else every, indices), params)
-        return [x.astype(shard.dtype) for x in found]
+    def look_up(shard: jax.Array, indices: jax.Array) -> list[jax.Array]:
+        return [look_up_among(eqn, shard, indices, axes, mesh)]
 
-    def wide(shard: jax.Array, indices: jax.Array) -> list[jax.Array]:
-        """By which each device adds up gradients in float32, and rounds them once."""
-        return look_up(shard, indices, shard.dtype in LOW_DTYPES)
+    (found,) = in_region(look_up, (values, indices), (spec, rows), (as_spec(out),), mesh, alone=True, as_is=True)
+    return found
 
-    operands, specs = (raised_on_cpu(values, mesh), indices), (spec, rows)
-    (found,) = in_region(look_up, operands, specs, (as_spec(out),), mesh, alone=True, differentiated=wide, as_is=True)
+
+def look_up_among(
+    eqn: Equation, shard: jax.Array, indices: jax.Array, axes: tuple[str, ...], mesh: Mesh, times: int | None = None
+) -> jax.Array:
+    """In a region: what a device finds among the rows of all devices along `axes`, whose gradient goes back to them.
+
+    Args:
+      eqn: the gather, of whole slices along all dims but one.
+      shard: the device's own of what is looked up, split by `axes` along that dim.
+      indices: the device's own.
+      axes: of the mesh; none where each device has all rows.
+      mesh: the mesh.
+      times: how often every row is found, where each device has all and looks up for all.
+    """
+    (dim,), dtype = eqn.params["dimension_numbers"].collapsed_slice_dims, shard.dtype
+    every = raised_on_cpu(shard, mesh)
+    every = lax.all_gather(every, axes, axis=dim, tiled=True) if axes else every
+    params = eqn.params | {"slice_sizes": tuple(1 if d == dim else n for d, n in enumerate(every.shape))}
+    (found,) = look_up_whole(eqn, (every, indices), params, times)
     return found.astype(dtype)
 
 

@@ -27,6 +27,8 @@ def multiply_rows(
     axes: tuple[str, ...],
     weights: PartitionSpec,
     mesh: Mesh,
+    apart: str | None = None,
+    copied: str | None = None,
 ) -> list[jax.Array]:
     """The results of such an equation.
 
@@ -37,17 +39,23 @@ def multiply_rows(
       axes: of the mesh, that split the rows; they divide them.
       weights: the placement of the weights, which splits no group from the others; its axes divide the features.
       mesh: the mesh.
+      apart: an axis that splits features summed over: its devices' parts of the result, on a dim in front of it.
+      copied: an axis over whose devices rows are copies, on a dim in front of them.
     """
     ((left, right), _) = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     entries = [*weights, *[None] * (operands[1].ndim - len(weights))]
-    rows: list[object] = [axes or None, *[None] * (operands[0].ndim - 1)]
+    rows: list[object] = [axes or None, *[None] * (len(eqn.invars[0].aval.shape) - 1)]
     for place, other in zip(left, right, strict=True):
         rows[place] = entries[other]
     out = [entry for d, entry in enumerate(rows) if d not in left]
     out += [entry for d, entry in enumerate(entries) if d not in (0, *right)]
-    summed = tuple(axis for d in right for axis in axes_of_entry(entries[d]))
+    summed = tuple(axis for d in right for axis in axes_of_entry(entries[d]) if axis != apart)
 
     def inside(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> list[jax.Array]:
+        found = product(rows if copied is None else rows[0], weights, sizes)
+        return found if apart is None else [y[None] for y in found]
+
+    def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> list[jax.Array]:
         sizes = sizes.astype(jnp.int32)  # an author's may be of few bits, or without a sign
         if not axes:
             return _on_one_device(eqn, (rows, weights, sizes), params, mesh)
@@ -58,8 +66,10 @@ def multiply_rows(
         own = jnp.minimum(ends, first + len(rows)) - jnp.maximum(ends - sizes, first)
         return _on_one_device(eqn, (rows, weights, jnp.maximum(own, 0)), params, mesh)
 
-    specs = [PartitionSpec(*rows), weights, PartitionSpec()]
-    return in_region(inside, operands, specs, [PartitionSpec(*out)], mesh, [summed], alone=True, as_is=True)
+    front = [[] if axis is None else [axis] for axis in (copied, apart)]
+    specs = [PartitionSpec(*front[0], *rows), weights, PartitionSpec()]
+    made = [PartitionSpec(*front[1], *out)]
+    return in_region(inside, operands, specs, made, mesh, [summed], alone=True, as_is=True)
 
 
 def _on_one_device(eqn: Equation, operands: Sequence[jax.Array], params: Params, mesh: Mesh) -> list[jax.Array]:
