@@ -91,9 +91,9 @@ def test_a_device_has_its_features_of_every_expert() -> None:
     assert dims["both"] == ("experts", "embed", "ffn")
 
 
-def test_rows_are_gathered_to_be_put_in_order_and_their_gradient_is_scattered() -> None:
-    """In order and back, once in each pass and layer. Nothing of a token's two rows is reduced but their sum; gradients
-    of weights are over the data axis."""
+def test_devices_sort_their_own_rows() -> None:
+    """Nothing of tokens and their rows goes from one to another. Of a token's two rows the sum is reduced over the
+    tensor axis, and gradients of weights over the data axis."""
     program = program_of("data=2 tensor=4")
     facts = audit(program.lower().compile(), program.mesh)
     moved = [(each, shape.dims) for each in facts.collectives for shape in each.shapes if math.prod(shape.dims) > 4096]
@@ -101,12 +101,8 @@ def test_rows_are_gathered_to_be_put_in_order_and_their_gradient_is_scattered() 
     count = collections.Counter[Any]()
     for each, dims in moved:
         count[each.kind, *each.axes, dims] += each.count
-    assert {key: num for key, num in count.items() if key[:2] != ("all-reduce", "data")} == {
-        ("all-gather", "data", rows): 3,
-        ("all-gather", "data", (2 * rows[0], EMBED)): 3,
-        ("reduce-scatter", "data", rows): 3,
-        ("reduce-scatter", "data", (2 * rows[0], EMBED)): 3,
-    }
+    assert not [key for key in count if key[:2] != ("all-reduce", "data")]
+    assert ("all-reduce", "tensor", rows) not in count
 
 
 def test_sorted_tokens_are_multiplied_in_half_precision() -> None:

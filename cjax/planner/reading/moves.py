@@ -25,6 +25,7 @@ from cjax.planner.reading.partial import PartialGradient, merged
 from cjax.planner.reading.placed import Axes, PlacedTrace
 from cjax.planner.reading.products import is_weight, operands_of
 from cjax.planner.reading.stretches import Body, Operation, Spot, Stretch
+from cjax.planner.reading.told import own_rows
 from cjax.planner.reading.traffic import forms_of
 from cjax.planner.work import AxisMove, Kind, RingWork
 from cjax.sharding.layout.copied_rows import CopiedRows, RowsToCopy
@@ -41,10 +42,9 @@ from cjax.sharding.products.matmul import Spread
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.attention.find import Attention
 from cjax.trace.dims.find import Scope
-from cjax.trace.dims.products import is_by_rows
 from cjax.trace.jaxpr.groups import Group
 from cjax.trace.jaxpr.primitives import facts_of, goes_by_element, name_of
-from cjax.trace.jaxpr.view import variable_of
+from cjax.trace.jaxpr.view import is_by_rows, variable_of
 from cjax.trace.layers.repeats import RepeatedLayers
 
 
@@ -89,6 +89,7 @@ class Moves:
     _spread: dict[int, Group[dict[int, Spread]]] = field(default_factory=dict)
     _late: dict[int, Group[Late]] = field(default_factory=dict)
     _copied: dict[int, Group[CopiedRows]] = field(default_factory=dict)
+    _own: set[int] = field(default_factory=set)  # lookups of rows that devices sort by themselves
     _made: set[Spot] = field(default_factory=set)  # in the body that is read
     _all: set[Spot] = field(default_factory=set)  # what all examples share, whose gradient is counted
 
@@ -117,6 +118,7 @@ class Moves:
         copied = RowsToCopy(self.placed.trace, self.placed.layout)
         found = [group for some in body.lists for group in copied.find(*some, [*groups, *summed])]
         self._copied = {id(eqn): group for group in found for eqn in group.eqns}
+        self._own = own_rows(body)
         self._made = {spot for step in body.steps for spot in step.writes}
         partial: dict[Spot, list[PartialGradient]] = {}
         readers: dict[Spot, list[int]] = {}
@@ -200,6 +202,8 @@ class Moves:
     def _ordered(self, eqn: Equation, step: Operation, axes: set[str], body: Body) -> None:
         """Rows of the batch in another order, along a grid's batch axes and those of other copies: gathered in the
         forward pass, and their gradient scattered, which together is what a sum of them would be."""
+        if id(eqn) in self._own:
+            return
         held = self.placed.local(eqn.invars[0], step.scope) * self.placed.size(axes)
         ways = 2 if self._has_gradient(step.writes[0]) else 1
         named = tuple(a for a in self.placed.layout.axis_sizes if a in axes)

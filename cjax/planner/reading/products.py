@@ -16,9 +16,9 @@ from cjax.trace.attention.find import Attention
 from cjax.trace.attention.form import NoForm, kernel_form
 from cjax.trace.attention.labels import Node
 from cjax.trace.dims.find import Scope
-from cjax.trace.dims.products import is_by_rows
 from cjax.trace.jaxpr.primitives import facts_of, name_of
 from cjax.trace.jaxpr.sources import WEIGHT
+from cjax.trace.jaxpr.view import is_by_rows
 
 
 @dataclass(frozen=True)

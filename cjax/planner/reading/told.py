@@ -15,6 +15,7 @@ from cjax.planner.reading.traffic import value_of
 from cjax.planner.work import BATCH, ROWS, Ordered, Told
 from cjax.sharding.layout.rows import adds_among_rows, is_among_rows
 from cjax.trace.jaxpr.primitives import facts_of
+from cjax.trace.jaxpr.sorted_rows import sorted_rows
 
 
 def told_of(body: Body, naming: Naming, derivative: Derived) -> Iterator[Told]:
@@ -50,7 +51,7 @@ def told_of(body: Body, naming: Naming, derivative: Derived) -> Iterator[Told]:
 
 def ordered_of(body: Body, naming: Naming, derivative: Derived, alone: bool) -> Iterator[Ordered]:
     """What is looked up in a body where each row of the batch finds another, and what is added up where each is added
-    to another: scattered in the one pass, it is gathered in the other.
+    to another: scattered in the one pass, it is gathered in the other. Not what devices sort by themselves.
 
     Args:
       body: whose steps.
@@ -58,9 +59,10 @@ def ordered_of(body: Body, naming: Naming, derivative: Derived, alone: bool) -> 
       derivative: of the body.
       alone: whether nothing else may need what it makes; its backward pass counts as needing all of it otherwise.
     """
+    own = own_rows(body)
     for step in body.steps:
         eqn, node = step.eqn, step.reads[0] if step.reads else None
-        if eqn is None:
+        if eqn is None or id(eqn) in own:
             continue
         is_remade = not alone or not derivative.needed.isdisjoint(step.writes)
         if node is not None and is_among_rows(eqn, naming.trace, step.scope):
@@ -68,6 +70,12 @@ def ordered_of(body: Body, naming: Naming, derivative: Derived, alone: bool) -> 
         elif adds_among_rows(eqn, naming.trace, step.scope):
             (made,) = step.writes
             yield Ordered(value_of(made, body, naming), derivative.has_gradient(made), is_remade)
+
+
+def own_rows(body: Body) -> set[int]:
+    """Lookups of rows, and additions to them, that each device does among its own; by id."""
+    found = [rows for eqns, results, _ in body.lists for rows in sorted_rows(eqns, results)]
+    return {each for rows in found for each in (*rows.lookups, *rows.additions)}
 
 
 def _is_product(step: Operation) -> bool:

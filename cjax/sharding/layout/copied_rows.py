@@ -17,8 +17,8 @@ from cjax.sharding.layout.layout import Layout
 from cjax.sharding.layout.rows import is_among_rows
 from cjax.sharding.layout.shards import OwnShards
 from cjax.trace.dims.find import Scope
-from cjax.trace.dims.products import is_by_rows
 from cjax.trace.jaxpr.groups import Group, make_group, variables, waits_for_itself
+from cjax.trace.jaxpr.view import is_by_rows
 from cjax.trace.reading import Trace
 
 

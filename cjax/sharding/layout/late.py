@@ -23,9 +23,9 @@ from cjax.mesh import TENSOR
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.layout.shards import OF_SHARDS, OwnShards
 from cjax.trace.dims.find import Dims, Scope
-from cjax.trace.dims.products import is_by_rows
 from cjax.trace.jaxpr.groups import Group, make_group, variables, waits_for_itself
 from cjax.trace.jaxpr.primitives import facts_of, name_of, named
+from cjax.trace.jaxpr.view import is_by_rows
 
 # The backward pass makes the parts of most products again, so at least this share of what would be reduced has to be
 # saved.

@@ -12,8 +12,8 @@ from cjax.sharding.products.addition import added_to_dim
 from cjax.sharding.products.lookup import is_lookup
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
-from cjax.trace.dims.products import is_by_rows
 from cjax.trace.jaxpr.primitives import name_of, named
+from cjax.trace.jaxpr.view import is_by_rows
 
 # What is the same of a device's own shards, whose shapes are others than the trace says.
 OF_SHARDS = named(
@@ -79,6 +79,13 @@ class OwnShards:
                 return _adds(eqn, ins, made)
         return all(entries in ([], made) for entries in ins)
 
+    def has_own_rows(self, eqn: Equation, axes: tuple[str, ...], scope: Scope) -> bool:
+        """Whether `axes` split what a lookup looks up, or a scatter adds to, and the rows that do, in equal parts."""
+        ins, made = [self.entries(v, scope) for v in eqn.invars], self.entries(eqn.outvars[0], scope)
+        placed = _adds(eqn, ins, made) if name_of(eqn) == "scatter-add" else _looks_up(eqn, ins, made)
+        even = all(map(self._is_even, (*eqn.invars, *eqn.outvars), (*ins, made)))
+        return placed and even and ins[0][0] == ins[1][0] == axes
+
     def _by_position(self, eqn: Equation, scope: Scope) -> bool:
         """Whether a lookup is in positions, which a ring has in an order of its own."""
         classes = () if isinstance(eqn.invars[0], Literal) else self._dims.of(eqn.invars[0], scope)
@@ -138,12 +145,13 @@ def _looks_up(eqn: Equation, ins: Sequence[Entries], made: Entries) -> bool:
 def _adds(eqn: Equation, ins: Sequence[Entries], made: Entries) -> bool:
     """Whether devices add their own rows to a stretch of others, or all to all."""
     dim, (operand, places, rows) = added_to_dim(eqn), ins
-    if dim is None or made != operand or any(axes for d, axes in enumerate(operand) if d != dim):
+    if dim is None or made != operand:
         return False
     window = eqn.params["dimension_numbers"].update_window_dims
+    slices = [rows[d] for d in window] == [axes for d, axes in enumerate(operand) if d != dim]
     batched = [axes for d, axes in enumerate(rows) if d not in window]
     split = [axes for axes in batched if axes]
-    return batched == places[:-1] and not any(rows[d] for d in window) and split == [axes for axes in operand if axes]
+    return slices and batched == places[:-1] and split == [operand[dim]] * bool(operand[dim])
 
 
 def _numbers(eqn: Equation) -> tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]:

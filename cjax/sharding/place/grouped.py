@@ -10,12 +10,12 @@ from jax.sharding import Mesh
 
 from cjax.jax_compat.core import Equation, Params
 from cjax.sharding.layout.layout import Layout
+from cjax.sharding.place.own_rows import OwnRows
 from cjax.sharding.place.saved import saved
 from cjax.sharding.products.ragged import multiply_rows
 from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
-from cjax.trace.dims.products import is_by_rows
-from cjax.trace.jaxpr.view import variable_of
+from cjax.trace.jaxpr.view import is_by_rows, variable_of
 
 
 class GroupedProducts:
@@ -26,10 +26,11 @@ class GroupedProducts:
       layout: how they are split.
       mesh: the mesh.
       remat: what layers save; where it is products, these are saved as all others.
+      own: rows that devices sort by themselves.
     """
 
-    def __init__(self, dims: Dims, layout: Layout, mesh: Mesh, remat: str) -> None:
-        self._dims, self._layout, self._mesh, self._remat = dims, layout, mesh, remat
+    def __init__(self, dims: Dims, layout: Layout, mesh: Mesh, remat: str, own: OwnRows) -> None:
+        self._dims, self._layout, self._mesh, self._remat, self._own = dims, layout, mesh, remat, own
 
     def multiply(
         self,
@@ -64,6 +65,6 @@ class GroupedProducts:
         (rows, *_), (_, *features) = split(0), split(1)
         features = [tuple(axis for axis in axes if axis not in rows) for axes in features]
         operands = [*map(jnp.asarray, operands)]
-        weights = as_spec([(), *features])
-        found = multiply_rows(eqn, operands, params, rows, weights, self._mesh, apart, copied)
+        weights, counts = as_spec([(), *features]), self._own.counts(eqn, rows)
+        found = multiply_rows(eqn, operands, params, rows, weights, self._mesh, apart, copied, counts)
         return list(map(saved, found)) if self._remat == "dots" else found

@@ -19,13 +19,12 @@ from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Scope
-from cjax.trace.dims.products import is_by_rows
 from cjax.trace.emit.emit import layer_of, number
 from cjax.trace.emit.precision import HIGH, Lowering
 from cjax.trace.jaxpr.evaluate import equations, evaluate
 from cjax.trace.jaxpr.groups import Group, make_group, variables, waits_for_itself
 from cjax.trace.jaxpr.primitives import name_of
-from cjax.trace.jaxpr.view import every_equation, is_scan, scan_of, variable_of
+from cjax.trace.jaxpr.view import every_equation, is_by_rows, is_scan, scan_of, variable_of
 from cjax.trace.reading import Trace
 
 

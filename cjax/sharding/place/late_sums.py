@@ -14,12 +14,11 @@ from cjax.sharding.layout.late import Late
 from cjax.sharding.layout.shards import of_shard
 from cjax.sharding.place.regions import Regions
 from cjax.sharding.place.saved import saved
-from cjax.trace.dims.products import is_by_rows
 from cjax.trace.emit.emit import bind
 from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.groups import Group, variables
 from cjax.trace.jaxpr.primitives import name_of
-from cjax.trace.jaxpr.view import literal_of
+from cjax.trace.jaxpr.view import is_by_rows, literal_of
 
 Given = Callable[[Equation, list[Any]], tuple[list[Any], Params]]
 # A product of rows in groups, of operands that are given: devices' parts, on a dim in front.
@@ -44,8 +43,8 @@ def _linear(group: Group[Late], ins: list[Any], given: Given, regions: Regions, 
     backward pass, which are as many bytes as their sum; that of others makes them again."""
     outside, own = dict(zip(group.ins, ins, strict=True)), set[Var]()
     pending, dtypes = list[Equation](), list[Any]()
-    adds = [eqn for eqn in group.eqns if name_of(eqn) == "scatter-add"]
-    axes = {eqn.outvars[0]: regions.axes_of_rows(eqn) for eqn in adds}  # in a region, all are manual
+    moves = [eqn for eqn in group.eqns if name_of(eqn) in ("gather", "scatter-add")]
+    axes = {eqn.outvars[0]: regions.axes_of_rows(eqn) for eqn in moves}  # in a region, all are manual
 
     def bound(step: Step[Equation, Any], operands: list[Any]) -> list[Any]:
         eqn = step.of
@@ -54,7 +53,7 @@ def _linear(group: Group[Late], ins: list[Any], given: Given, regions: Regions, 
         )
         if name_of(eqn) == "gather":
             looked_up, places = map(jnp.asarray, operands)
-            return [regions.look_up(eqn, looked_up, places)]
+            return [regions.look_up(eqn, looked_up, places, axes[eqn.outvars[0]])]
         if name_of(eqn) == "scatter-add":
             return [regions.add(eqn, *map(jnp.asarray, operands), axes=axes[eqn.outvars[0]])]
         return bind(eqn, operands, of_shard(eqn, params, jnp.shape(operands[0])))
@@ -77,7 +76,7 @@ def _linear(group: Group[Late], ins: list[Any], given: Given, regions: Regions, 
 
     for at, eqn in enumerate(group.eqns):
         # What is gathered from other rows' devices is kept, too, and not gathered again.
-        gathers = name_of(eqn) == "gather" and eqn.outvars[0] not in group.of.fed and regions.axes_of_rows(eqn)
+        gathers = name_of(eqn) == "gather" and axes[eqn.outvars[0]] and not regions.own.has(eqn)
         if not is_by_rows(eqn) and not gathers:
             pending.append(eqn)
             continue

@@ -19,6 +19,7 @@ from cjax.sharding.layout.layout import Layout
 from cjax.sharding.layout.rows import adds_among_rows, is_among_rows
 from cjax.sharding.layout.shards import looked_up_dim
 from cjax.sharding.place.copies import Copies
+from cjax.sharding.place.own_rows import OwnRows
 from cjax.sharding.products.addition import add_to_rows, added_to_dim
 from cjax.sharding.products.lookup import (
     find_across,
@@ -43,7 +44,10 @@ Indexed = Callable[[Equation, list[Any], Scope], list[Any] | None]
 class Lookups:
     """Evaluates the lookups of a trace."""
 
-    def __init__(self, trace: Trace, layout: Layout, mesh: Mesh, lowering: Lowering | None, copies: Copies) -> None:
+    def __init__(
+        self, trace: Trace, layout: Layout, mesh: Mesh, lowering: Lowering | None, copies: Copies, own: OwnRows
+    ) -> None:
+        self._own = own
         self._trace, self._layout, self._mesh, self._lowering, self._copies = trace, layout, mesh, lowering, copies
 
     def find(self, eqn: Equation, ins: list[Any], scope: Scope, indexed: Indexed) -> jax.Array | None:
@@ -68,7 +72,7 @@ class Lookups:
         spec, rows = self.in_region(operand, scope), self.in_region(indices, scope)
         if is_among_rows(eqn, self._trace, scope) and self._are_stretches(eqn, spec, rows):
             values, places = self._lowering.given(eqn, ins, scope)[0] if self._lowering else ins
-            return find_among(eqn, values, places, spec, rows, self._mesh)
+            return find_among(eqn, values, places, spec, rows, self._mesh, self._own.has(eqn))
         shared = self._axes_of(operand, looked_up, scope, False)
         shared &= self._axes_of(indices, range(len(rows)), scope, True)
         if grid is None and not shared and PIPE not in jax.sharding.get_abstract_mesh().manual_axes:
@@ -96,7 +100,7 @@ class Lookups:
             return None
         given = self._lowering.given(eqn, ins, scope)[0] if self._lowering else ins
         low = self._lowering.low if self._lowering else None
-        return add_to_rows(eqn, [*map(jnp.asarray, given)], [spec, rows, added], self._mesh, low)
+        return add_to_rows(eqn, [*map(jnp.asarray, given)], [spec, rows, added], self._mesh, low, self._own.has(eqn))
 
     def _are_stretches(self, eqn: Equation, spec: PartitionSpec, rows: PartitionSpec) -> bool:
         """Whether the same axes split what is looked up and what looks it up, both in equal parts, and no others the

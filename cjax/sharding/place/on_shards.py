@@ -20,6 +20,7 @@ from cjax.sharding.place.copied_rows import evaluate_copied
 from cjax.sharding.place.copies import Copies
 from cjax.sharding.place.grouped import GroupedProducts
 from cjax.sharding.place.late_sums import evaluate_late
+from cjax.sharding.place.own_rows import OwnRows
 from cjax.sharding.place.regions import Regions
 from cjax.trace.dims.find import Scope
 from cjax.trace.emit.precision import Lowering
@@ -38,16 +39,18 @@ class OnShards:
       lowering: what is rounded, if anything is.
       copies: of weights, which such products are not made with.
       grouped: evaluates products of rows in groups.
+      own: rows that devices sort by themselves.
       mark: says of a result that devices have parts of it, which are added up before it can be read.
     """
 
     def __init__(
         self, trace: Trace, layout: Layout, mesh: Mesh, lowering: Lowering | None, copies: Copies,
-        grouped: GroupedProducts, mark: Callable[[jax.Array], jax.Array],
+        grouped: GroupedProducts, own: OwnRows, mark: Callable[[jax.Array], jax.Array],
     ) -> None:  # fmt: skip
         self._late, self._copied = LateSums(trace.dims, layout), RowsToCopy(trace, layout)
         self._evenly = found_evenly(trace.closed.jaxpr) if mesh.shape.get(TENSOR, 1) > 1 else {}
-        self._mesh, self._lowering, self._copies, self._grouped, self._mark = mesh, lowering, copies, grouped, mark
+        self._mesh, self._lowering, self._copies, self._grouped = mesh, lowering, copies, grouped
+        self._own, self._mark = own, mark
 
     def find(
         self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope, others: Sequence[Group[Any]]
@@ -73,7 +76,7 @@ class OnShards:
         def multiply(eqn: Equation, operands: list[Any], params: Params, **where: str) -> jax.Array:
             return self._grouped.multiply(eqn, operands, params, scope, **where)[0]
 
-        regions = Regions(entries, self._mesh, self._evenly, lowering.low if lowering else None, self._mark)
+        regions = Regions(entries, self._mesh, self._own, self._evenly, lowering.low if lowering else None, self._mark)
         if is_copied:
             return evaluate_copied(group, ins, regions, given, functools.partial(multiply, copied=TENSOR))
         return evaluate_late(group, ins, regions, given, functools.partial(multiply, apart=TENSOR))

@@ -40,6 +40,7 @@ from cjax.sharding.place.joint import Joint, JointProducts
 from cjax.sharding.place.lookups import Lookups
 from cjax.sharding.place.merged import Merged, MergedProducts
 from cjax.sharding.place.on_shards import OnShards
+from cjax.sharding.place.own_rows import OwnRows
 from cjax.sharding.place.partial import PartialProducts
 from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, saved, with_bias
 from cjax.sharding.place.told import tell
@@ -49,7 +50,6 @@ from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.positions import attention_groups, in_parts
 from cjax.trace.dims.find import Scope
-from cjax.trace.dims.products import is_by_rows
 from cjax.trace.emit.emit import Hooks, bind, number
 from cjax.trace.emit.precision import LOWS, MATMULS, Lowering, rounded_leaves
 from cjax.trace.jaxpr.compared import compared, extreme
@@ -57,6 +57,7 @@ from cjax.trace.jaxpr.evaluate import Step, equations, evaluate
 from cjax.trace.jaxpr.evenly import found_evenly
 from cjax.trace.jaxpr.groups import Changed, Group
 from cjax.trace.jaxpr.primitives import facts_of, name_of, named
+from cjax.trace.jaxpr.view import is_by_rows
 from cjax.trace.reading import Trace
 
 # Evaluates an equation that draws random numbers for other rows than its own; None for all other equations.
@@ -112,14 +113,17 @@ class Placer(Hooks):
         exchanges = sequence.size > 1 and sequence.mode == "all_to_all"
         self.copies = Copies(trace, layout, mesh, self._lowering is not None, exchanges)
         self._products = GridProducts(trace.dims, layout, mesh, self._lowering, self.copies)
-        self.lookups = Lookups(trace, layout, mesh, self._lowering, self.copies)
+        self._own_rows = OwnRows(trace.dims, layout, mesh)
+        self.lookups = Lookups(trace, layout, mesh, self._lowering, self.copies, self._own_rows)
         self.filled = Filled(trace, mesh)
         self.gathered: dict[int, jax.Array] = {}  # by the first leaf of a stack that layers have gathered
         self._arranged = arranged(trace) if mesh.shape.keys() - BATCH_AXES else frozenset[Var]()
-        self._grouped = GroupedProducts(trace.dims, layout, mesh, remat)
+        self._grouped = GroupedProducts(trace.dims, layout, mesh, remat, self._own_rows)
         self._exchanges = Exchanges(Sends(trace.dims, layout), self.constrain, remat == "none")
         self._partial = PartialProducts(trace.dims, layout, mesh, abreast)
-        self._on_shards = OnShards(trace, layout, mesh, self._lowering, self.copies, self._grouped, self._partial.mark)
+        self._on_shards = OnShards(
+            trace, layout, mesh, self._lowering, self.copies, self._grouped, self._own_rows, self._partial.mark
+        )
         self._joint = JointProducts(trace, layout, self._lowering, waits)
         self._merged = MergedProducts(mesh, self._lowering.low if self._lowering else None)
         self._has_complex = has_complex(trace.closed.jaxpr)
@@ -204,6 +208,9 @@ class Placer(Hooks):
         if not eqn.outvars:
             return tell(eqn, ins, self._mesh)
         ins = list(in_int32(eqn, ins))
+        in_order = self._own_rows.sorted(eqn, ins)
+        if in_order is not None:
+            return in_order
         drawn = self._draw(eqn, ins) if self._draw else None
         if drawn is not None:
             return drawn
@@ -354,6 +361,7 @@ class Placer(Hooks):
         return [x.astype(low) if x.dtype == jnp.float32 and low == self._lowering.low else x for x in outs]
 
     def groups(self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope) -> list[Group[Any]]:
+        self._own_rows.find(eqns, results, scope)
         groups = self._products.find(eqns, results, scope)
         if self._sequence.size > 1 or self._kernel is not None:
             found = attention_groups(self._trace, eqns, results, scope)

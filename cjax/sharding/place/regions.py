@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from cjax.jax_compat.core import Atom, Equation, Var
 from cjax.mesh import TENSOR
 from cjax.sharding.layout.shards import Entries, looked_up_dim
+from cjax.sharding.place.own_rows import OwnRows
 from cjax.sharding.products.addition import add_among
 from cjax.sharding.products.lookup import look_up_among
 from cjax.sharding.products.region import in_region
@@ -29,6 +30,7 @@ class Regions:
     Args:
       entries: the axes that split a variable's dims.
       mesh: the mesh.
+      own: rows that devices sort by themselves.
       evenly: how often lookups find every row, by id, of those that find all as often.
       low: the dtype that products are stored in, and so that sums of them are reduced in; None for their own.
       mark: says of a result that devices have parts of it, which are added up before it can be read.
@@ -36,6 +38,7 @@ class Regions:
 
     entries: Callable[[Atom], Entries]
     mesh: Mesh
+    own: OwnRows
     evenly: Mapping[int, int]
     low: Any
     mark: Callable[[jax.Array], jax.Array]
@@ -78,16 +81,17 @@ class Regions:
         found = in_region(inside, list(map(jnp.asarray, operands)), *specs, self.mesh, over, alone=True, as_is=True)
         return list(map(self.mark, found))
 
-    def look_up(self, eqn: Equation, values: jax.Array, places: jax.Array, axes: tuple[str, ...] = ()) -> jax.Array:
+    def look_up(self, eqn: Equation, values: jax.Array, places: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """In a region: what a device finds among rows of all devices along `axes`; without any, it has all of them."""
-        is_split = any(self.entries(eqn.invars[0])) or any(self.entries(eqn.invars[1]))
-        return look_up_among(eqn, values, places, axes, self.mesh, None if is_split else self.evenly.get(id(eqn)))
+        is_split, own = any(map(any, map(self.entries, eqn.invars))), self.own.has(eqn)
+        times = None if is_split and not own else self.evenly.get(id(eqn))
+        return look_up_among(eqn, values, places, axes, self.mesh, times, own)
 
     def add(
         self, eqn: Equation, shard: jax.Array, places: jax.Array, rows: jax.Array, axes: tuple[str, ...]
     ) -> jax.Array:
         """In a region: what a device is given of all devices' rows along `axes`, added to its own shard."""
-        return add_among(eqn, shard, places, rows, axes, self.mesh, self.low)
+        return add_among(eqn, shard, places, rows, axes, self.mesh, self.low, self.own.has(eqn))
 
     def look_up_apart(self, eqn: Equation, operands: Sequence[Any], is_apart: bool = False) -> jax.Array:
         """What devices find among the rows of a batch, a copy for each along the tensor axis, on a dim in front.

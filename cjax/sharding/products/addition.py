@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from cjax.jax_compat.core import Equation
-from cjax.sharding.products.lookup import LOW_DTYPES
+from cjax.sharding.products.lookup import LOW_DTYPES, first_of
 from cjax.sharding.products.region import in_region, raised_on_cpu
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.jaxpr.evaluate import bind_as_is
@@ -37,7 +37,12 @@ def added_to_dim(eqn: Equation) -> int | None:
 
 
 def add_to_rows(
-    eqn: Equation, operands: Sequence[jax.Array], specs: Sequence[PartitionSpec], mesh: Mesh, low: Any = None
+    eqn: Equation,
+    operands: Sequence[jax.Array],
+    specs: Sequence[PartitionSpec],
+    mesh: Mesh,
+    low: Any = None,
+    own: bool = False,
 ) -> jax.Array:
     """The result of such a scatter: each device adds its own rows up, and is given its stretch of all devices' sums.
 
@@ -47,13 +52,14 @@ def add_to_rows(
       specs: their placements. The same axes split what is added to, along that dim, and the rows.
       mesh: the mesh.
       low: the dtype that sums are reduced in; None for their own.
+      own: whether each device adds to its own alone.
     """
     dim = added_to_dim(eqn)
     assert dim is not None
     axes = axes_of_entry(specs[0][dim])
 
     def inside(shard: jax.Array, places: jax.Array, rows: jax.Array) -> list[jax.Array]:
-        return [add_among(eqn, shard, places, rows, axes, mesh, low)]
+        return [add_among(eqn, shard, places, rows, axes, mesh, low, own)]
 
     (found,) = in_region(inside, operands, specs, [specs[0]], mesh, alone=True, as_is=True)
     return found
@@ -67,6 +73,7 @@ def add_among(
     axes: tuple[str, ...],
     mesh: Mesh,
     low: Any = None,
+    own: bool = False,
 ) -> jax.Array:
     """In a region: what a device is given of all devices' rows along `axes`, added to its own shard.
 
@@ -77,11 +84,14 @@ def add_among(
       axes: of the mesh; none where each device has all.
       mesh: the mesh.
       low: the dtype that sums are reduced in; None for their own.
+      own: whether it adds to its own alone.
     """
-    if not axes:
-        return bind_as_is(eqn, (shard, places, rows))[0]
     dim, num = added_to_dim(eqn), math.prod(mesh.shape[axis] for axis in axes)
     assert dim is not None
+    if own:
+        places = places - first_of(axes, shard.shape[dim], mesh).astype(places.dtype)
+    if own or not axes:
+        return bind_as_is(eqn, (shard, places, rows))[0]
     sent = low if low is not None and rows.dtype == jnp.float32 else rows.dtype
     wide = jnp.float32 if rows.dtype in LOW_DTYPES else rows.dtype
     zeros = jnp.zeros([n * num if d == dim else n for d, n in enumerate(shard.shape)], wide)

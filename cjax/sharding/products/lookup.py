@@ -183,7 +183,13 @@ def find_own(
 
 
 def find_among(
-    eqn: Equation, values: jax.Array, indices: jax.Array, spec: PartitionSpec, rows: PartitionSpec, mesh: Mesh
+    eqn: Equation,
+    values: jax.Array,
+    indices: jax.Array,
+    spec: PartitionSpec,
+    rows: PartitionSpec,
+    mesh: Mesh,
+    own: bool = False,
 ) -> jax.Array:
     """Rows of what is made of the batch, such as tokens in another order: each device has a stretch of them, and looks
     up some of all. They are gathered for it, and their gradient is scattered.
@@ -195,6 +201,7 @@ def find_among(
       spec: placement of `values`, split along the dim looked up.
       rows: placement of the indices, of which the axes of that dim split one, and no others any.
       mesh: the mesh.
+      own: whether each device finds all among its own.
     """
     numbers = eqn.params["dimension_numbers"]
     (dim,) = numbers.collapsed_slice_dims
@@ -205,14 +212,20 @@ def find_among(
         out.insert(at, entry)
 
     def look_up(shard: jax.Array, indices: jax.Array) -> list[jax.Array]:
-        return [look_up_among(eqn, shard, indices, axes, mesh)]
+        return [look_up_among(eqn, shard, indices, axes, mesh, own=own)]
 
     (found,) = in_region(look_up, (values, indices), (spec, rows), (as_spec(out),), mesh, alone=True, as_is=True)
     return found
 
 
 def look_up_among(
-    eqn: Equation, shard: jax.Array, indices: jax.Array, axes: tuple[str, ...], mesh: Mesh, times: int | None = None
+    eqn: Equation,
+    shard: jax.Array,
+    indices: jax.Array,
+    axes: tuple[str, ...],
+    mesh: Mesh,
+    times: int | None = None,
+    own: bool = False,
 ) -> jax.Array:
     """In a region: what a device finds among the rows of all devices along `axes`, whose gradient goes back to them.
 
@@ -222,14 +235,26 @@ def look_up_among(
       indices: the device's own.
       axes: of the mesh; none where each device has all rows.
       mesh: the mesh.
-      times: how often every row is found, where each device has all and looks up for all.
+      times: how often every row is found, where each device has all, or looks up its own.
+      own: whether it finds all among its own.
     """
     (dim,), dtype = eqn.params["dimension_numbers"].collapsed_slice_dims, shard.dtype
     every = raised_on_cpu(shard, mesh)
-    every = lax.all_gather(every, axes, axis=dim, tiled=True) if axes else every
+    if own:
+        indices = indices - first_of(axes, shard.shape[dim], mesh).astype(indices.dtype)
+    elif axes:
+        every = lax.all_gather(every, axes, axis=dim, tiled=True)
     params = eqn.params | {"slice_sizes": tuple(1 if d == dim else n for d, n in enumerate(every.shape))}
     (found,) = look_up_whole(eqn, (every, indices), params, times)
     return found.astype(dtype)
+
+
+def first_of(axes: tuple[str, ...], num: int, mesh: Mesh) -> jax.Array:
+    """In a region: the number of a device's first row, of as many on each along `axes`."""
+    number = jnp.int32(0)
+    for axis in axes:
+        number = number * mesh.shape[axis] + lax.axis_index(axis)
+    return number * num
 
 
 def _found(

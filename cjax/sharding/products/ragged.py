@@ -29,6 +29,7 @@ def multiply_rows(
     mesh: Mesh,
     apart: str | None = None,
     copied: str | None = None,
+    counts: jax.Array | None = None,
 ) -> list[jax.Array]:
     """The results of such an equation.
 
@@ -41,6 +42,8 @@ def multiply_rows(
       mesh: the mesh.
       apart: an axis that splits features summed over: its devices' parts of the result, on a dim in front of it.
       copied: an axis over whose devices rows are copies, on a dim in front of them.
+      counts: how many rows of each group a device has, on a dim in front that `axes` split, where its rows are sorted
+        by themselves; of all devices' rows in one order otherwise.
     """
     ((left, right), _) = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
     entries = [*weights, *[None] * (operands[1].ndim - len(weights))]
@@ -57,6 +60,8 @@ def multiply_rows(
 
     def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> list[jax.Array]:
         sizes = sizes.astype(jnp.int32)  # an author's may be of few bits, or without a sign
+        if counts is not None:
+            return _on_one_device(eqn, (rows, weights, sizes[0]), params, mesh)
         if not axes:
             return _on_one_device(eqn, (rows, weights, sizes), params, mesh)
         number = jnp.zeros((), sizes.dtype)
@@ -67,7 +72,9 @@ def multiply_rows(
         return _on_one_device(eqn, (rows, weights, jnp.maximum(own, 0)), params, mesh)
 
     front = [[] if axis is None else [axis] for axis in (copied, apart)]
-    specs = [PartitionSpec(*front[0], *rows), weights, PartitionSpec()]
+    operands = operands if counts is None else [*operands[:2], counts]
+    of_sizes = PartitionSpec() if counts is None else PartitionSpec(axes or None)
+    specs = [PartitionSpec(*front[0], *rows), weights, of_sizes]
     made = [PartitionSpec(*front[1], *out)]
     return in_region(inside, operands, specs, made, mesh, [summed], alone=True, as_is=True)
 

@@ -3,9 +3,8 @@ weight by an activation, and which two activations."""
 
 from cjax.jax_compat.core import Equation, Literal
 from cjax.trace.dims.classes import Dims, Ids, Matmul, Scope
-from cjax.trace.jaxpr.primitives import name_of
 from cjax.trace.jaxpr.sources import WEIGHT
-from cjax.trace.jaxpr.view import variable_of
+from cjax.trace.jaxpr.view import is_by_rows, variable_of
 
 
 def dot_general(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids], scope: Scope) -> None:
@@ -49,23 +48,6 @@ def ragged_dot_general(dims: Dims, eqn: Equation, ins: list[Ids], outs: list[Ids
                 weights=(False, True), of_batch=_are_of_batch(eqn, scope),
             )
         )  # fmt: skip
-
-
-def is_by_rows(eqn: Equation) -> bool:
-    """Whether an equation multiplies rows, its first operand's dim 0, by the weight of the group that each is in.
-
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> rows, weights, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([4, 2])
-    >>> is_by_rows(jax.make_jaxpr(jax.lax.ragged_dot)(rows, weights, sizes).jaxpr.eqns[-1])
-    True
-    """
-    if name_of(eqn) != "ragged_dot_general" or eqn.params["group_offset"] is not None:
-        return False
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    ((contracted, _), (batched, _)) = numbers.dot_dimension_numbers
-    groups, rows = tuple(numbers.rhs_group_dimensions), tuple(numbers.lhs_ragged_dimensions)
-    return groups == rows == (0,) and not batched and 0 not in contracted
 
 
 def _are_weights(eqn: Equation, scope: Scope) -> tuple[bool, bool]:

@@ -12,9 +12,9 @@ from jax import lax
 
 from cjax.jax_compat.core import Atom, Equation
 from cjax.jax_compat.random import is_threefry
-from cjax.trace.dims.products import is_by_rows
 from cjax.trace.jaxpr.evaluate import bind_as_is
 from cjax.trace.jaxpr.primitives import goes_by_element, having, name_of
+from cjax.trace.jaxpr.view import is_by_rows
 
 Form = tuple[int, ...]  # parts that each dim is made of: [embed, 3 * heads] in the form (1, 3) is [embed, 3, heads]
 Forms = Sequence[Form]

@@ -38,13 +38,13 @@ def found_evenly(jaxpr: Jaxpr) -> dict[int, int]:
             found |= found_evenly(inner)
         reads = tuple(None if isinstance(var, Literal) else var for var in eqn.invars)
         made |= dict.fromkeys(eqn.outvars, (eqn, reads))
-        if _takes_rows(eqn) and reads[1] is not None:
+        if takes_rows(eqn) and reads[1] is not None:
             times = _times(reads[1], eqn.invars[0].aval.shape[0], made)
             found |= {} if times is None else {id(eqn): times}
     return found
 
 
-def _takes_rows(eqn: Equation) -> bool:
+def takes_rows(eqn: Equation) -> bool:
     """Whether a gather looks up whole rows, its places in front of what it finds."""
     if name_of(eqn) != "gather":
         return False
@@ -66,7 +66,20 @@ def _times(places: Var, num_rows: int, made: Made) -> int | None:
     order = _order_of(places, made)
     if order is None:
         return None
-    values = {order: np.arange(size, dtype=order.aval.dtype)}
+    values = numbers_of(places, {order: np.arange(size, dtype=order.aval.dtype)}, made)
+    count = np.bincount(np.clip(values.reshape(-1), -1, num_rows) + 1, minlength=num_rows + 2)
+    return size // num_rows if (count[1:-1] == size // num_rows).all() else None
+
+
+def numbers_of(var: Var, known: Mapping[Var, np.ndarray], made: Made) -> np.ndarray:
+    """The numbers of a variable that is made of known ones, number by number.
+
+    Args:
+      var: the variable.
+      known: the numbers of variables.
+      made: the equation that makes a variable, and what it reads.
+    """
+    values = dict(known)
 
     def apply(step: Step[Equation, Var], ins: list[np.ndarray]) -> list[np.ndarray]:
         aval, arithmetic = step.of.outvars[0].aval, facts_of(step.of).numpy
@@ -74,10 +87,9 @@ def _times(places: Var, num_rows: int, made: Made) -> int | None:
         found = np.broadcast_to(ins[0].reshape(-1), aval.size) if arithmetic is None else arithmetic(*ins)
         return [np.asarray(found).reshape(aval.shape).astype(aval.dtype)]
 
-    steps = demanded(places, made, values)
-    evaluate(steps, values.__getitem__, values.update, lambda eqn, at: np.asarray(literal_of(eqn, at).val), apply)
-    count = np.bincount(np.clip(values[places].reshape(-1), -1, num_rows) + 1, minlength=num_rows + 2)
-    return size // num_rows if (count[1:-1] == size // num_rows).all() else None
+    literal = lambda eqn, at: np.asarray(literal_of(eqn, at).val)  # noqa: E731
+    evaluate(demanded(var, made, values), values.__getitem__, values.update, literal, apply)
+    return values[var]
 
 
 def _order_of(places: Var, made: Made) -> Var | None:

@@ -215,3 +215,20 @@ def cond_of(eqn: Equation) -> Cond:
 
 def is_scan(eqn: Equation) -> bool:
     return name_of(eqn) == "scan"
+
+
+def is_by_rows(eqn: Equation) -> bool:
+    """Whether an equation multiplies rows, its first operand's dim 0, by the weight of the group that each is in.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> rows, weights, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 3)), jnp.array([4, 2])
+    >>> is_by_rows(jax.make_jaxpr(jax.lax.ragged_dot)(rows, weights, sizes).jaxpr.eqns[-1])
+    True
+    """
+    if name_of(eqn) != "ragged_dot_general" or eqn.params["group_offset"] is not None:
+        return False
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    ((contracted, _), (batched, _)) = numbers.dot_dimension_numbers
+    groups, rows = tuple(numbers.rhs_group_dimensions), tuple(numbers.lhs_ragged_dimensions)
+    return groups == rows == (0,) and not batched and 0 not in contracted
