@@ -144,13 +144,15 @@ class Dropless(nn.Module):
 
 
 class Scattered(nn.Module):
-    """The same tokens sorted; what their experts make is weighed as it is sorted, and added to zeros."""
+    """The same tokens sorted; what their experts make is weighed as it is sorted, and added to zeros. Experts are where
+    a table says, so that all devices' rows are put in one order."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         *_, width = x.shape
         tokens = x.reshape(-1, width)
         best, expert = jax.lax.top_k(nn.softmax(nn.Dense(4, use_bias=False)(tokens)), 2)
+        expert = jnp.roll(jnp.arange(4), 1)[expert]
         order, sizes = jnp.argsort(expert.reshape(-1)), jnp.bincount(expert.reshape(-1), length=4)
         up = self.param("up", nn.initializers.lecun_normal(), (4, width, 2 * width))
         down = self.param("down", nn.initializers.lecun_normal(), (4, 2 * width, width))

@@ -11,6 +11,7 @@ import numpy as np
 from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.examples.arithmetic import ELEMENTWISE, elementwise
+from cjax.trace.examples.in_order import InOrder
 from cjax.trace.examples.method import is_method
 from cjax.trace.examples.own_gradients import judged, operands
 from cjax.trace.examples.rules import apply_rule, as_rows
@@ -174,6 +175,7 @@ class _PairReader:
     gradients: dict[Hashable, tuple[list[Value] | None, list[bool]]] = field(default_factory=dict)
     is_gradient: bool = False  # whether what is read is such a derivative itself, of which none is taken
     by_method: bool = False
+    in_order: InOrder = field(default_factory=InOrder)
 
     def consts(self, closed: ClosedJaxpr | Jaxpr) -> list[Value]:
         """The values of a trace's constants."""
@@ -189,6 +191,7 @@ class _PairReader:
     ) -> list[Value]:
         """The values of a jaxpr's results, from those of its constants and inputs."""
         jaxpr = opened(closed)
+        self.in_order.learn(jaxpr)
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
 
         def context(eqn: Equation, values: list[Value]) -> Context:
@@ -227,6 +230,9 @@ class _PairReader:
 
     def results(self, context: Context) -> list[Value]:
         eqn, name = context.eqn, context.name
+        in_order = self.in_order.results(context)
+        if in_order is not None:
+            return in_order
         for kind in LOST:
             lost = next((value for value in context.values if value.kind == kind), None)
             if lost is not None:

@@ -30,6 +30,7 @@ class SortedRows:
       num_keys: how many groups there are.
       sort: the equation that makes the order.
       inverses: sorts of the order, which make its inverse.
+      places: of what is made of either, number by number.
       lookups: those of rows in order, and of rows put back.
       additions: of rows to what they came from.
       products: of rows in groups.
@@ -39,6 +40,7 @@ class SortedRows:
     num_keys: int
     sort: int
     inverses: frozenset[int]
+    places: frozenset[int]
     lookups: frozenset[int]
     additions: frozenset[int]
     products: frozenset[int]
@@ -75,6 +77,7 @@ class _Follower:
         self._begins = {PLACES: sort.outvars[1]}
         self._uniform = {v for eqn in eqns if _is_uniform(eqn) for v in eqn.outvars}
         self._inverses, self._lookups, self._additions, self._products = (set[int]() for _ in range(4))
+        self._places = set[int]()
         self._num_keys: int | None = None
 
     def follow(self) -> SortedRows | None:
@@ -94,6 +97,7 @@ class _Follower:
             self._num_keys,
             id(self._sort),
             inverses=frozenset(self._inverses),
+            places=frozenset(self._places),
             lookups=frozenset(self._lookups),
             additions=frozenset(self._additions),
             products=frozenset(self._products),
@@ -126,6 +130,8 @@ class _Follower:
         held = {role for role in roles if role is not None}
         if len(held) > 1 or (held != {ROWS} and not _keeps_numbers(eqn)):
             raise _Refused
+        if ROWS not in held:
+            self._places.add(id(eqn))
         return held.pop()
 
     def _looked_up(self, eqn: Equation, roles: Sequence[str | None]) -> str | None:

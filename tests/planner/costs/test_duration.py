@@ -289,7 +289,7 @@ def test_a_hundred_thousand_plans_are_counted_in_few_numpy_calls(monkeypatch: py
 @pytest.mark.parametrize(
     "text", ["data=8", "data=8 zero=1 precision=bfloat16", "data=2 tensor=4", "data=8 remat=block"]
 )
-@pytest.mark.parametrize(("model", "what"), [("switch", "told"), ("dropless", "ordered")])
+@pytest.mark.parametrize(("model", "what"), [("switch", "told"), ("scattered", "ordered")])
 def test_rows_sent_about_take_as_long_as_their_bytes(model: str, what: str, text: str) -> None:
     """Who is sent where, and tokens put in the order of their experts."""
     plan = Plan.parse(text)
