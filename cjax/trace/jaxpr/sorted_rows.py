@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jax.lax import GatherScatterMode
 
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.trace.jaxpr.along import along, is_made_by_number
@@ -175,9 +176,9 @@ class _Follower:
     def _counts_up(self, places: Atom, role: str, times: int) -> bool:
         """Whether places are the numbers of the order, of each so many in a row one."""
         assert isinstance(places, Var)
-        if not times:
-            return False
         first = self._begins[role]
+        if not times or not _is_made_by_numbers(places, first, self._made):
+            return False
         order = np.arange(self._num, dtype=first.aval.dtype)
         return np.array_equal(numbers_of(places, {first: order}, self._made).reshape(-1), order // times)
 
@@ -246,7 +247,9 @@ def _are_counts(sizes: Atom, keys: Var, num_keys: int, made: Made) -> bool:
         return False
     if not _is_made_by_numbers(places, keys, made):
         return False
-    given = np.arange(keys.aval.size, dtype=keys.aval.dtype) % num_keys
+    if eqn.params["mode"] == GatherScatterMode.CLIP:  # what has no weight would count for the last
+        return False
+    given = np.arange(keys.aval.size, dtype=keys.aval.dtype)
     found = numbers_of(places, {keys: given.reshape(keys.aval.shape)}, made)
     return np.array_equal(found.reshape(-1), given)
 

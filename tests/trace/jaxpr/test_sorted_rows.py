@@ -38,6 +38,14 @@ def with_biases(x: jax.Array, w: jax.Array) -> Any:
     return (lax.ragged_dot(x[order // 2], w, sizes) + w[:, 0][keys[order]])[back]
 
 
+def more_keys(x: jax.Array, w: jax.Array) -> Any:
+    """Keys that have no weight are nobody's rows."""
+    keys = lax.top_k(x, 1)[1].reshape(-1)
+    order = jnp.argsort(keys)
+    made = lax.ragged_dot(x[order], w, jnp.bincount(keys, length=EXPERTS))
+    return jnp.where((keys < EXPERTS)[order][:, None], made, 0)[jnp.argsort(order)]
+
+
 def counted_for_others(x: jax.Array, w: jax.Array) -> Any:
     """How many rows each key has is everybody's to read: all devices' together."""
     _, _, order, sizes, back = sort(x, w)
@@ -124,15 +132,34 @@ def sizes_of_others(x: jax.Array, w: jax.Array) -> Any:
     return lax.ragged_dot(x[order // 2], w, jnp.bincount(EXPERTS - 1 - keys, length=EXPERTS))[back]
 
 
+def clipped(x: jax.Array, w: jax.Array) -> Any:
+    """Keys that have no weight count for the last that has one."""
+    keys = lax.top_k(x, 1)[1].reshape(-1)
+    order, sizes = jnp.argsort(keys), jnp.bincount(jnp.minimum(keys, EXPERTS - 1), length=EXPERTS)
+    return lax.ragged_dot(x[order], w, sizes)[jnp.argsort(order)]
+
+
+def clipped_where_they_are_added(x: jax.Array, w: jax.Array) -> Any:
+    keys = lax.top_k(x, 1)[1].reshape(-1)
+    order, sizes = jnp.argsort(keys), jnp.zeros(EXPERTS, int).at[keys].add(1, mode="clip")
+    return lax.ragged_dot(x[order], w, sizes)[jnp.argsort(order)]
+
+
+def by_a_number_of_the_batch(x: jax.Array, w: jax.Array) -> Any:
+    _, _, order, sizes, back = sort(x, w)
+    return lax.ragged_dot(x[(order + x[0, 0].astype(int)) // 2], w, sizes)[back]
+
+
 def by_values(x: jax.Array, w: jax.Array) -> Any:
     order = jnp.argsort(x[:, 0])
     return lax.ragged_dot(x[order], w, jnp.array([4, 4, 4]))[jnp.argsort(order)]
 
 
-TOLD = [put_back, added, with_biases, counted_for_others]
+TOLD = [put_back, added, with_biases, more_keys, counted_for_others]
 NOT_TOLD = [
     other_rows, by_number, in_turn, added_elsewhere, not_put_back, put_back_elsewhere, order_read, order_handed_on,
-    places_meet_rows, uncounted, turned_round, renamed, other_sizes, sizes_of_others, by_values,
+    places_meet_rows, uncounted, clipped, clipped_where_they_are_added, by_a_number_of_the_batch, turned_round, renamed,
+    other_sizes, sizes_of_others, by_values,
 ]  # fmt: skip
 
 
@@ -148,7 +175,7 @@ def test_no_row_sees_another(layer: Layer) -> None:
     assert bool(rows.additions) != bool(rows.inverses)
 
 
-@pytest.mark.parametrize("layer", [put_back, added, with_biases], ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize("layer", [put_back, added, with_biases, more_keys], ids=lambda layer: layer.__name__)
 def test_a_part_of_the_tokens_comes_back_as_among_all(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = (jax.random.normal(jax.random.key(0), shape) for shape in ((TOKENS, WIDTH), (EXPERTS, WIDTH, WIDTH)))
     whole = layer(x, w).reshape(TOKENS, -1)
