@@ -45,14 +45,7 @@ class RowsToCopy:
     def find(
         self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope, others: Sequence[Group[Any]]
     ) -> list[Group[CopiedRows]]:
-        """Groups of them and their products.
-
-        Args:
-          eqns: a jaxpr's equations, or a layer's.
-          results: variables read after the last of them.
-          scope: the dims of their variables.
-          others: groups of other equations.
-        """
+        """Groups of them and their products; arguments as for `LateSums.find`."""
         if self._size == 1 or self._grid is not None:
             return []
         taken = {id(eqn) for group in others for eqn in group.eqns}

@@ -47,9 +47,8 @@ class OwnRows:
     def find(self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope) -> None:
         """Learns of the rows that are sorted in a list of equations; arguments as for `sorted_rows`, and the scope."""
         for rows in sorted_rows(eqns, results) if self._mesh.size > 1 else ():
-            by_id = {id(eqn): eqn for eqn in eqns}
-            axes = self._shards.entries(by_id[rows.sort].outvars[1], scope)[0]
-            moved = [by_id[i] for i in (*rows.lookups, *rows.additions)]
+            axes = self._shards.entries(rows.eqns[0].outvars[1], scope)[0]
+            moved = [eqn for eqn in rows.eqns if id(eqn) in rows.lookups | rows.additions]
             if axes and all(self._shards.has_own_rows(eqn, axes, scope) for eqn in moved):
                 ids = (rows.sort, *rows.inverses, *rows.lookups, *rows.additions, *rows.products)
                 self._by_equation |= dict.fromkeys(ids, _Own(rows, axes))

@@ -11,13 +11,15 @@ from cjax.jax_compat.core import Jaxpr
 from cjax.trace.examples.values import LOST, Context, Value
 from cjax.trace.jaxpr.sorted_rows import SortedRows, sorted_rows
 
+RowLayout = tuple[int, int, int]  # of rows
+
 
 class InOrder:
     """Says what equations on such rows make."""
 
     def __init__(self) -> None:
         self._rows: dict[int, SortedRows] = {}  # by an equation's id
-        self._layouts: dict[int, tuple[int, int, int]] = {}  # by the id of a sort
+        self._layouts: dict[int, RowLayout | None] = {}  # by the id of a sort
 
     def learn(self, jaxpr: Jaxpr) -> None:
         """All such rows of a jaxpr."""
@@ -31,45 +33,45 @@ class InOrder:
         rows = self._rows.get(key)
         if rows is None or context.twin is None:
             return None
-        if key == rows.sort and values[0].kind == "rows" and values[0].dim == 0:
-            self._layouts[key] = values[0].layout
-        layout = self._layouts.get(rows.sort)
-        if layout is None:
+        if key == rows.sort:
+            # Of a loop's body that is read again, less may be known than at first.
+            is_known = values[0].kind == "rows" and values[0].dim == 0
+            self._layouts[key] = values[0].layout if is_known else None
+        layout, is_product = self._layouts.get(rows.sort), key in rows.products
+        if layout is None or any(value.kind in LOST for value in (values[:2] if is_product else values)):
             return None
-        places = (0, 1) if key in rows.places or key in rows.inverses or key == rows.sort else ()
-        counts = (2,) if key in rows.products else ()
-        if any(value.kind in LOST for i, value in enumerate(values) if i not in counts):
-            return None
-        if places:
+        if is_product:
+            made = _multiplied(context, layout)
+        elif key in rows.lookups or key in rows.additions:
+            made = _moved(context, layout, key in rows.lookups)
+        else:  # numbers of rows, each its own example's
             made = context.make(Value("rows", *layout), ignoring=tuple(range(len(values))))
-        else:
-            made = self._moved(context, rows, layout, counts)
         return [made] * len(context.eqn.outvars)
 
-    def _moved(
-        self, context: Context, rows: SortedRows, layout: tuple[int, int, int], counts: tuple[int, ...]
-    ) -> Value:
-        """Rows that are looked up, multiplied, or added to those that they came from."""
-        first, values = context.values[0], context.values
-        if counts:
-            is_plain = first.layout == layout and first.kind == "rows" and values[1].kind == "fixed"
-            if not is_plain or any(value.is_scaled for value in values[:2]):
-                return context.unknown()
-            return replace(context, values=list(values[:2])).make(Value("rows", *layout))
-        dim, outer, inner = layout
-        num, all_ = context.shape(0)[0], context.shape(1)[0]
-        times = all_ // num
-        tokens = (dim, outer, inner // times)
-        if inner % times:
-            return context.unknown()
-        if id(context.eqn) in rows.lookups:
-            if first.kind != "rows" or first.layout != tokens:
-                return context.unknown()
-            return context.moved(first, *layout)
-        added = values[2]
-        # What is fixed is the same number for all, zero mostly.
-        is_same = first.kind == "fixed" and first.const is not None and first.const == first.twin
-        is_whole = is_same or (first.kind == "rows" and first.layout == tokens)
-        if not is_whole or first.is_scaled or added.is_scaled or added.kind != "rows" or added.layout != layout:
-            return context.unknown()
-        return context.make(Value("rows", *tokens))
+
+def _multiplied(context: Context, layout: RowLayout) -> Value:
+    """Rows by the weights of their keys; how many rows each key has is not asked."""
+    known = replace(context, values=context.values[:2])
+    rows, weights = known.values
+    is_plain = rows.layout == layout and rows.kind == "rows" and weights.kind == "fixed"
+    if not is_plain or any(value.is_scaled for value in known.values):
+        return context.unknown()
+    return known.make(Value("rows", *layout))
+
+
+def _moved(context: Context, layout: RowLayout, is_lookup: bool) -> Value:
+    """Rows that are looked up, or added to those that they came from."""
+    first, (dim, outer, inner) = context.values[0], layout
+    times = context.shape(1)[0] // context.shape(0)[0]
+    tokens = (dim, outer, inner // times)
+    if inner % times:
+        return context.unknown()
+    if is_lookup:
+        return context.moved(first, *layout) if first.kind == "rows" and first.layout == tokens else context.unknown()
+    added = context.values[2]
+    # What is fixed is the same number for all, zero mostly.
+    is_same = first.kind == "fixed" and first.const is not None and first.const == first.twin
+    is_whole = is_same or (first.kind == "rows" and first.layout == tokens)
+    if not is_whole or first.is_scaled or added.is_scaled or added.kind != "rows" or added.layout != layout:
+        return context.unknown()
+    return context.make(Value("rows", *tokens))

@@ -27,7 +27,7 @@ class SortedRows:
     """Equations that put rows in order, and all that looks them up or adds them up by it; by id.
 
     Args:
-      keys: what they are sorted by.
+      eqns: all of them; as long as they are there, no others have their ids.
       num_keys: how many groups there are.
       sort: the equation that makes the order.
       inverses: sorts of the order, which make its inverse.
@@ -37,7 +37,7 @@ class SortedRows:
       products: of rows in groups.
     """
 
-    keys: Var
+    eqns: tuple[Equation, ...]
     num_keys: int
     sort: int
     inverses: frozenset[int]
@@ -78,7 +78,7 @@ class _Follower:
         self._begins = {PLACES: sort.outvars[1]}
         self._uniform = {v for eqn in eqns if _is_uniform(eqn) for v in eqn.outvars}
         self._inverses, self._lookups, self._additions, self._products = (set[int]() for _ in range(4))
-        self._places = set[int]()
+        self._places, self._found = set[int](), list[Equation]()
         self._num_keys: int | None = None
 
     def follow(self) -> SortedRows | None:
@@ -88,13 +88,14 @@ class _Follower:
         try:
             for eqn in self._eqns[self._eqns.index(self._sort) + 1 :]:
                 if any(v in self._role for v in variables(eqn)):
+                    self._found.append(eqn)
                     self._role |= dict.fromkeys(eqn.outvars, role) if (role := self._made_of(eqn)) else {}
         except _Refused:
             return None
         if self._num_keys is None or any(not isinstance(v, Literal) and v in self._role for v in self._results):
             return None
         return SortedRows(
-            self._keys,
+            (self._sort, *self._found),
             self._num_keys,
             id(self._sort),
             inverses=frozenset(self._inverses),

@@ -90,8 +90,21 @@ def scaled_sums(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.zeros_like(tokens).at[order // 2].add(made)
 
 
+def in_turns(x: jax.Array, w: jax.Array) -> jax.Array:
+    """From its second turn on a loop sorts by what all examples have made."""
+    tokens = x.reshape(-1, WIDTH)
+
+    def turn(state: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        keys = state[:, :EXPERTS].argmax(-1)
+        order = jnp.argsort(keys)
+        made = lax.ragged_dot(tokens[order], w, jnp.bincount(keys, length=EXPERTS))[jnp.argsort(order)]
+        return jnp.sort(made, axis=0), made
+
+    return lax.scan(turn, tokens, None, length=2)[1][-1]
+
+
 TOLD = [put_back, with_biases, added, added_to_tokens, onto_ones, positions_first]
-OTHERS = [of_means, by_all_tokens, few_of_each, other_weights, scaled, scaled_sums]
+OTHERS = [of_means, by_all_tokens, few_of_each, other_weights, scaled, scaled_sums, in_turns]
 
 
 def loss(layer: Layer) -> Callable[[jax.Array, jax.Array], jax.Array]:
