@@ -163,6 +163,38 @@ def where_softmax(q: Any, k: Any, v: Any) -> Any:
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, where=(i - j) % 3 != 1), v)
 
 
+def with_sink(q: Any, k: Any, v: Any, sink: Any) -> Any:
+    """Each head has a key that all of its queries see, of no value (as gpt-oss has it)."""
+    i, j = positions()
+    scores = jnp.where(i >= j, jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2.2, -1e9)
+    one_more = jnp.broadcast_to(sink[None, :, None, None], (*scores.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, one_more], -1))[..., :-1]
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def with_sink_by_hand(q: Any, k: Any, v: Any, sink: Any) -> Any:
+    """The same, of all keys, with the sink's own exponential in the divisor, and a maximum that has a gradient."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    sink = 4 * sink[None, :, None, None]
+    most = jnp.maximum(scores.max(-1, keepdims=True), sink)
+    exps = jnp.exp(scores - most)
+    return jnp.einsum("bhqk,bkhd->bqhd", exps / (exps.sum(-1, keepdims=True) + jnp.exp(sink - most)), v)
+
+
+def plus_one(q: Any, k: Any, v: Any) -> Any:
+    """A softmax with 1 more in its sum: queries that no key is near to take nothing."""
+    i, j = positions()
+    scores = jnp.where((i >= j) & (j > 2), jnp.einsum("bqhd,bkhd->bhqk", q, k), -jnp.inf)
+    most = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), 0))
+    exps = jnp.exp(scores - most)
+    return jnp.einsum("bhqk,bkhd->bqhd", exps * (1 / (exps.sum(-1, keepdims=True) + jnp.exp(-most))), v)
+
+
+def plus_one_without_maximum(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", scores / (1 + scores.sum(-1, keepdims=True)), v)
+
+
 def plain_softmax(q: Any, k: Any, v: Any) -> Any:
     scores = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q, k))
     return jnp.einsum("bhqk,bkhd->bqhd", scores / scores.sum(-1, keepdims=True), v)
@@ -224,6 +256,10 @@ KINDS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "where": (where_softmax, QKV),
     "no_maximum": (plain_softmax, QKV),
     "guarded": (guarded, QKV),
+    "sink": (with_sink, (*QKV, (H,))),
+    "sink_by_hand": (with_sink_by_hand, (*QKV, (H,))),
+    "plus_one": (plus_one, QKV),
+    "plus_one_without_maximum": (plus_one_without_maximum, QKV),
     "heads_first": (heads_first, QKV),
     "padded": (padded, QKV),
     "given_mask": (given_mask, QKV),

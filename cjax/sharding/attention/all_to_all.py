@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cjax.sharding.attention.blocks import KeyBlock
+from cjax.sharding.attention.blocks import KeyBlock, finite
 from cjax.sharding.storage.storage import filled_up
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
@@ -77,9 +77,8 @@ class Exchange:
         # Any number may be subtracted, as long as it is the same for the sum: so the maximum needs no derivative.
         dtype = jnp.promote_types(attention.exps.var.aval.dtype, jnp.float32)
         maxima = block.reduce(jnp.max, lax.stop_gradient(masked), attention.masked.labels).astype(dtype)
-        maxima = jnp.where(maxima == -jnp.inf, 0.0, maxima)
-        exps = jnp.exp(logits.astype(dtype) - block.spread(maxima, attention.logits.labels))
-        out = block.mix(exps, block.divisor(block.terms(exps, given)), value, given)
+        exps = jnp.exp(logits.astype(dtype) - block.spread(finite(maxima), attention.logits.labels))
+        out = block.mix(exps, block.divisor(block.terms(exps, given), maxima, mine), value, given)
         return self._to_positions(out.astype(value.dtype))
 
     def _block(self, changed: Changed) -> KeyBlock:

@@ -17,7 +17,7 @@ from jax import lax
 from cjax.jax_compat.core import Equation
 from cjax.sharding.attention.random import draw_block
 from cjax.trace.attention.find import Attention
-from cjax.trace.attention.labels import Labels, Node, is_form
+from cjax.trace.attention.labels import Labels, Node
 from cjax.trace.emit.emit import bind, number
 from cjax.trace.jaxpr.evaluate import Step, bind_as_is, demanded, evaluate
 from cjax.trace.jaxpr.groups import Changed
@@ -159,24 +159,45 @@ class KeyBlock:
         how = _Product(eqn, self.low, accumulated(attention))
         return _multiply(how, *((dropped, value) if first else (value, dropped)))
 
-    def divisor(self, sums: jax.Array) -> jax.Array:
-        """What exponentials are divided by (or multiplied with), as rows."""
+    def divisor(self, sums: jax.Array, maxima: jax.Array, leaves: Sequence[Any]) -> jax.Array:
+        """What exponentials relative to `maxima` are divided by (or multiplied with), as rows.
+
+        Args:
+          sums: of those exponentials, as rows.
+          maxima: of what the author takes the maximum of, as rows, -inf where a row sees nothing.
+          leaves: the region's inputs on this block.
+        """
         attention = self.attention
-        # The sum itself in most models, in another shape. Where more was done to it, a guard against zero say, that is
-        # done to the finished sum, in the author's dtype.
-        node: Any = attention.divisor
-        while node in attention.steps and is_form(attention.steps[node][0]):
-            node = attention.steps[node][1][0]
-        if node == attention.total:
+        # The sum itself in most models. Where more was done to it, a guard against zero say, or a sink that was added,
+        # that is done to the finished sum, in the author's dtype.
+        if attention.divides_by_sum:
             return sums
-        total = self.spread(sums, attention.total.labels).astype(attention.total.var.aval.dtype)
-        divisor = self.evaluate(attention.divisor, {attention.total: total})
-        return self.rows(divisor.astype(sums.dtype), attention.divisor.labels)
+        node, given, off = attention.origin(attention.divisor), dict(zip(attention.leaves, leaves, strict=True)), None
+        if attention.maximum is not None and attention.shift is not None:
+            given[attention.maximum] = self._spread_as(maxima, attention.maximum)
+            shift = attention.origin(attention.shift)
+            given[shift] = lax.stop_gradient(self.evaluate(shift, dict(given)))
+            off = self.rows(given[shift].astype(maxima.dtype), shift.labels)
+        # What the author takes off may be more than the maximum, as a sink may be the largest of all, or nothing. Then
+        # its exponentials are those here by a factor, and so is the sum.
+        by = jnp.exp(finite(maxima) - (0.0 if off is None else off))
+        by = jnp.maximum(by, jnp.finfo(by.dtype).tiny)
+        given[attention.total] = self._spread_as(sums * by, attention.total)
+        divisor = self.rows(self.evaluate(node, given).astype(sums.dtype), node.labels)
+        return divisor * by if attention.multiplies else divisor / by
+
+    def _spread_as(self, rows: jax.Array, node: Node) -> jax.Array:
+        return self.spread(rows, node.labels).astype(node.var.aval.dtype)
 
     def divide(self, value: jax.Array, divisor: jax.Array, labels: Labels) -> jax.Array:
         """A value with dims as `labels` says by its rows' divisor."""
         divisor = self.spread(divisor, labels)
         return value * divisor if self.attention.multiplies else value / divisor
+
+
+def finite(maxima: jax.Array) -> jax.Array:
+    """Maxima to subtract: rows of nothing but -inf have none, and come to 0/0 as they do at once."""
+    return jnp.where(maxima == -jnp.inf, 0.0, maxima)
 
 
 def lowest(arrays: Sequence[jax.Array]) -> Any:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cjax.sharding.attention.blocks import KeyBlock, accumulated
+from cjax.sharding.attention.blocks import KeyBlock, accumulated, finite
 from cjax.sharding.attention.zigzag import from_zigzag, to_zigzag
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.labels import Node
@@ -27,6 +27,7 @@ from cjax.trace.jaxpr.groups import Changed
 # exp(-MARGIN) is zero in float64. A block whose logits are all that far below each row's maximum adds nothing to it.
 MARGIN = 1000.0
 
+Divisor = Callable[..., jax.Array]
 Statistics = tuple[jax.Array, jax.Array, jax.Array]  # maxima and sums as rows, and values mixed with exponentials
 
 
@@ -87,10 +88,10 @@ class Ring:
         # The last turn is outside of the loop: in it, keys would go home, which nobody waits for.
         (states, keys), _ = lax.scan(turn, (states, keys), jnp.arange(self.size - 1))
         states = visit(states, keys, self._source(self.size - 1))
-        block = self._block(0, 0, 0, changed)
-        totals = [self._something(sums, chunk) for chunk, (_, sums, _) in enumerate(states)]
-        pairs = zip(totals, states, strict=True)
-        outs = [block.divide(mixed, block.divisor(sums), self.attention.out.labels) for sums, (_, _, mixed) in pairs]
+        outs = []
+        for chunk, (maxima, sums, mixed) in enumerate(states):
+            divisor = self._divisor(chunk, maxima, leaves, changed)(self._something(sums, chunk, 1.0))
+            outs.append(self._block(chunk, 0, 0, changed).divide(mixed, divisor, self.attention.out.labels))
         out = self._from_zigzag(self._join(outs, self.attention.out, "query").astype(value.dtype), "query")
         rows = self.row_node
         maxima, sums = (self._join([state[i] for state in states], rows, "query") for i in (0, 1))
@@ -134,7 +135,8 @@ class Ring:
         wanted = [leaf if wanted else None for leaf, wanted in zip(leaves, self.differentiable, strict=True)]
         keys = (key, value)
         coming = self._pass_on(keys)
-        grads, d_keys = visit((zeros(query), zeros(wanted)), keys, zeros(keys), self._source(0))
+        d_leaves = self._of_divisors(zeros(wanted), leaves, changed, maxima, sums, spent)
+        grads, d_keys = visit((zeros(query), d_leaves), keys, zeros(keys), self._source(0))
 
         def turn(carry: Any, step: Any) -> Any:
             grads, keys, d_keys = carry
@@ -170,7 +172,7 @@ class Ring:
             new = jnp.maximum(maxima, block.reduce(jnp.max, masked, self.attention.masked.labels).astype(maxima.dtype))
             exps = self._exps(block, logits, new)
             # Rows that saw nothing but -inf have sums of 0, which must not meet an infinite scale.
-            scale = jnp.where(maxima == -jnp.inf, 0.0, jnp.exp(maxima - _finite(new)))
+            scale = jnp.where(maxima == -jnp.inf, 0.0, jnp.exp(maxima - finite(new)))
             mixed = mixed * block.spread(scale, self.attention.out.labels)
             return new, sums * scale + block.terms(exps, given), mixed + block.mix(exps, None, operands[2], given)
 
@@ -187,7 +189,8 @@ class Ring:
 
         def compute() -> Any:
             operands = self._operands(chunk, other, source, query, keys, leaves)
-            divisor, slope = jax.jvp(block.divisor, (sums,), (jnp.ones_like(sums),))
+            divide = self._divisor(chunk, maxima, leaves, changed)
+            divisor, slope = jax.jvp(divide, (sums,), (jnp.ones_like(sums),))
             d_sums = spent * slope / divisor * (1 if self.attention.multiplies else -1)
 
             def mixed(query: Any, key: Any, value: Any, wanted: Any) -> Any:
@@ -213,8 +216,40 @@ class Ring:
 
         return self._unless_empty(chunk, other, source, maxima, compute, lambda: (grads, d_keys))
 
+    def _divisor(self, chunk: int, maxima: jax.Array, leaves: Sequence[Any], changed: Changed) -> Divisor:
+        """What makes the divisor of a chunk's rows of their sums, and of leaves where these are others."""
+        maxima = self._something(maxima, chunk, 0.0)
+        mine = self._leaves(chunk, 0, leaves)
+        block = self._block(chunk, 0, 0, changed)
+        return lambda sums, leaves=mine: block.divisor(sums, maxima, leaves)
+
+    def _of_divisors(
+        self, d_leaves: list[Any], leaves: Sequence[Any], changed: Changed,
+        maxima: jax.Array, sums: jax.Array, spent: jax.Array,
+    ) -> list[Any]:  # fmt: skip
+        """Gradients of leaves with those that come through the divisor, as of a sink: once for each row."""
+        if self.attention.divides_by_sum:
+            return d_leaves
+        for chunk in range(self.num_chunks):
+            of_chunk = [self._chunk(rows, self.row_node, "query", chunk) for rows in (maxima, sums, spent)]
+            divide = self._divisor(chunk, of_chunk[0], leaves, changed)
+            total = self._something(of_chunk[1], chunk, 1.0)
+            mine = self._leaves(chunk, 0, leaves)
+            wanted = [leaf if want else None for leaf, want in zip(mine, self.differentiable, strict=True)]
+
+            def made_of(wanted: list[Any], divide: Divisor = divide, mine: Any = mine, total: Any = total) -> jax.Array:
+                return divide(total, [b if a is None else a for a, b in zip(wanted, mine, strict=True)])
+
+            divisor, pull = jax.vjp(made_of, wanted)
+            (found,) = pull(of_chunk[2] / divisor * (1 if self.attention.multiplies else -1))
+            d_leaves = [
+                None if new is None else self._add(old, new, node, {"query": chunk})
+                for old, new, node in zip(d_leaves, found, self.attention.leaves, strict=True)
+            ]
+        return d_leaves
+
     def _exps(self, block: KeyBlock, logits: jax.Array, maxima: jax.Array) -> jax.Array:
-        return jnp.exp(logits.astype(maxima.dtype) - block.spread(_finite(maxima), self.attention.logits.labels))
+        return jnp.exp(logits.astype(maxima.dtype) - block.spread(finite(maxima), self.attention.logits.labels))
 
     def _unless_empty(
         self,
@@ -254,12 +289,12 @@ class Ring:
         first = [np.arange(len(self.bounds)) * -(-length // len(self.bounds)) >= length for length in lengths]
         return first[0][:, None] | first[1]
 
-    def _something(self, sums: jax.Array, chunk: int) -> jax.Array:
-        """Sums to divide by, none of them 0 for want of any query."""
+    def _something(self, rows: jax.Array, chunk: int, other: float) -> jax.Array:
+        """Statistics of rows, and another number in all rows of a chunk without any query: nothing to divide by 0."""
         nobody = self._nothing.all(axis=1)
         if not nobody.any():
-            return sums
-        return jnp.where(jnp.asarray(nobody)[self._number(lax.axis_index(self.axis), chunk)], 1.0, sums)
+            return rows
+        return jnp.where(jnp.asarray(nobody)[self._number(lax.axis_index(self.axis), chunk)], other, rows)
 
     def _filled(self, values: Sequence[Any], nodes: Sequence[Node]) -> list[Any]:
         """Values in the ring's order, with copies of the last position behind it. Of leaves, all keys are here, and
@@ -331,11 +366,15 @@ class Ring:
             self._chunk(query, attention.query, "query", chunk),
             self._chunk(keys[0], attention.key, "key", other),
             self._chunk(keys[1], attention.value, "key", other),
-            [
-                self._chunk(self._chunk(leaf, node, "query", chunk), node, "key", number)
-                for leaf, node in zip(leaves, attention.leaves, strict=True)
-            ],
+            self._leaves(chunk, number, leaves),
         )
+
+    def _leaves(self, chunk: int, number: Any, leaves: Sequence[Any]) -> list[Any]:
+        """The region's inputs for a chunk of queries here and any chunk of keys."""
+        return [
+            self._chunk(self._chunk(leaf, node, "query", chunk), node, "key", number)
+            for leaf, node in zip(leaves, self.attention.leaves, strict=True)
+        ]
 
     def _add(self, total: jax.Array, new: jax.Array, node: Node, at: Mapping[str, Any]) -> jax.Array:
         """`total` with `new` added to the chunk that it belongs to."""
@@ -407,8 +446,3 @@ class Ring:
 
 def _added(total: jax.Array, coming: jax.Array) -> jax.Array:
     return total + coming.astype(total.dtype)
-
-
-def _finite(maxima: jax.Array) -> jax.Array:
-    """Maxima to subtract: rows of nothing but -inf have none, and come to 0/0 as they do at once."""
-    return jnp.where(maxima == -jnp.inf, 0.0, maxima)

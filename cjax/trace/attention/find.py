@@ -8,13 +8,14 @@ matrix, from inputs that have one of the two positions, or none, or come from ou
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
+
 from cjax.jax_compat.core import Atom, Equation, Literal, Var
 from cjax.jax_compat.jaxprs import name_stack
 from cjax.trace.attention.labels import Labels, Node, incoming, is_form
 from cjax.trace.attention.walk import Index, Miss, Other, Walk
 from cjax.trace.jaxpr.groups import Group, make_group
-from cjax.trace.jaxpr.primitives import name_of
-from cjax.trace.jaxpr.view import variable_of
+from cjax.trace.jaxpr.primitives import facts_of, name_of
 
 Steps = Mapping[Node, tuple[Equation, tuple[Node | None, ...]]]
 
@@ -31,10 +32,13 @@ class Attention:
       scores: the product of query and key.
       logits: what is exponentiated, the maximum aside; made of scores by the region.
       masked: what the maximum is taken of.
+      maximum: of `masked`, and None where none is taken.
+      shift: what is taken off the logits before they are exponentiated, made of `maximum`; None where nothing is.
       exps: the exponentials.
       terms: what is summed, linear in `exps`.
       total: the sums.
-      divisor: what `numerator` is divided by (or, if `multiplies`, multiplied with); made of `total`.
+      divisor: what `numerator` is divided by (or, if `multiplies`, multiplied with); made of `total`, and where it is
+        more than that of `maximum` and leaves as well.
       numerator: linear in `exps`.
       weights: the softmax.
       dropped: what is multiplied with `value`, linear in `weights`.
@@ -52,6 +56,8 @@ class Attention:
     scores: Node
     logits: Node
     masked: Node
+    maximum: Node | None
+    shift: Node | None
     exps: Node
     terms: Node
     total: Node
@@ -85,6 +91,15 @@ class Attention:
         """The module it belongs to, as far as names say."""
         names = str(name_stack(self.scores_eqn)).split("/")
         return "/".join(name for name in names if "->" not in name)
+
+    def origin(self, node: Node) -> Node:
+        """What a node of the region is a mere form of."""
+        return _origin(node, self.steps)
+
+    @property
+    def divides_by_sum(self) -> bool:
+        """Whether the divisor is the sum of the exponentials and no more."""
+        return self.origin(self.divisor).var is self.total.var
 
     def label(self, role: str) -> int:
         """The one label of the query's or the key's position."""
@@ -180,27 +195,20 @@ class _Builder:
         assert read is not None
         divisor = read[[walk.kinds[v] for v in division.invars].index("sum")]
         nodes["divisor"] = Node(by_name["divisor"], tuple(of if of != (by_name["key"],) else () for of in divisor))
-        # By blocks, exponents are taken relative to a maximum of our own, a factor that cancels between numerator and
-        # sum. With something added to the sum (exp(x) / (1 + sum)) it cancels only if the author took the maximum off,
-        # too, and not in gradients, where the author's maximum has one.
-        if not self._is_total(nodes["divisor"], nodes["total"]):
-            if not walk.takes_maximum:
-                raise Miss("its divisor is more than the sum of its exponentials, from which no maximum was taken off")
-            if not walk.stops_maximum:
-                raise Miss(
-                    "its divisor is not the sum of its exponentials alone, gradient and all, and the maximum that was "
-                    "taken off has a gradient, which jax.lax.stop_gradient around it would stop"
-                )
+        taken = [name for name in ("maximum", "shift") if name in by_name]
+        row_nodes = {name: Node(by_name[name], walk.labels[by_name[name]]) for name in taken}
         # Four chains, each from one of these to the next: scores to logits, exponentials to what is summed and what is
-        # divided, the sum to its divisor, the weights to what is multiplied with values. Only the first may be any
-        # function.
-        stops = {nodes[name] for name in ("scores", "exps", "total", "weights")}
+        # divided, sums and maxima to their divisor, the weights to what is multiplied with values. Only the first may
+        # be any function.
+        stops = {nodes[name] for name in ("scores", "exps", "total", "weights")} | {row_nodes.get("maximum")}
         for name in ("logits", "masked", "terms", "numerator", "divisor", "dropped"):
             self._demand(nodes[name], stops)
+        self._require_shift(nodes, row_nodes, stops)
         leaves = tuple(self.leaves)
         return Attention(
-            query=query, key=key, value=value, out=out, **nodes, leaves=leaves, steps=self.steps, sources=self.sources,
-            sizes=walk.sizes, roles=self._roles(query), multiplies=name_of(division) == "mul",
+            query=query, key=key, value=value, out=out, **nodes, maximum=row_nodes.get("maximum"),
+            shift=row_nodes.get("shift"), leaves=leaves, steps=self.steps, sources=self.sources, sizes=walk.sizes,
+            roles=self._roles(query), multiplies=name_of(division) == "mul",
             scores_eqn=walk.start, key_first=bool(by_name["key_side"] == 0), out_eqn=final,
             group=self._group([query, key, value, *leaves]),
         )  # fmt: skip
@@ -271,7 +279,7 @@ class _Builder:
         made = tuple([known[dim] for dim in batch[side]] + free[0] + free[1])
         return Node(value, tuple(labels)), Node(final.outvars[0], made)
 
-    def _demand(self, node: Node, stops: set[Node]) -> None:
+    def _demand(self, node: Node, stops: set[Node | None]) -> None:
         """Remember how to evaluate a node on a block, down to `stops` and leaves."""
         if node in stops or node in self.steps or node in self.leaves:
             return
@@ -299,12 +307,57 @@ class _Builder:
             if each is not None:
                 self._demand(each, stops)
 
-    def _is_total(self, divisor: Node, total: Node) -> bool:
-        """Whether a divisor is nothing but the sums."""
-        var = divisor.var
-        while var is not total.var and is_form(self.walk.trace.writer[var]):
-            var = variable_of(self.walk.trace.writer[var], 0)
-        return var is total.var
+    def _require_shift(self, nodes: Mapping[str, Node], rows: Mapping[str, Node], stops: set[Node | None]) -> None:
+        """Whether exponentials may be taken relative to another number than the author's, a maximum of some keys."""
+        is_sum = _origin(nodes["divisor"], self.steps).var is nodes["total"].var
+        if "shift" not in rows:
+            if "maximum" in rows and not is_sum:
+                raise Miss("its divisor reads a maximum that was not taken off its exponents")
+            return
+        # What is taken off cancels between numerator and sum, and so do its gradients, if both have them or none.
+        of_sum, of_numerator = (self._leads(nodes[name], {nodes["exps"]}) for name in ("terms", "numerator"))
+        if is_sum and of_sum == of_numerator:
+            return
+        shift, maximum = rows["shift"], rows["maximum"]
+        self._demand(shift, stops)
+        # Blocks take off what has no gradient. If what the author takes off has one, it must be nothing in all.
+        ends = set[Node]() if self.walk.stops_masked else {maximum}
+        if not self._leads(shift, ends | set(self.leaves)) and not self._leads(nodes["divisor"], ends):
+            return
+        cancels = self._cancels(nodes["divisor"], nodes["total"], _origin(shift, self.steps), maximum)
+        if not (of_sum and of_numerator and cancels):
+            raise Miss(
+                "its divisor is not the sum of its exponentials alone, gradient and all, and the maximum that was "
+                "taken off has a gradient, which jax.lax.stop_gradient around it would stop"
+            )
+
+    def _leads(self, node: Node, ends: set[Node]) -> bool:
+        """Whether a node hands a gradient back to one of `ends`."""
+        if not jnp.issubdtype(node.var.aval.dtype, jnp.inexact):
+            return False
+        if node in ends or node not in self.steps:
+            return node in ends
+        eqn, read = self.steps[node]
+        return not facts_of(eqn).stops and any(self._leads(below, ends) for below in read if below is not None)
+
+    def _cancels(self, node: Node, total: Node, shift: Node, maximum: Node) -> bool:
+        """Whether a divisor is the sum, and other exponentials from which the same was taken off: any number may be."""
+        node = _origin(node, self.steps)
+        if node not in self.steps:
+            return node.var is total.var
+        eqn, read = self.steps[node]
+        name, below = name_of(eqn), [one for one in read if one is not None]
+        if name == "div" and read[0] is None and len(below) == 1:  # by which weights are multiplied
+            return self._cancels(below[0], total, shift, maximum)
+        if name == "add" and len(below) == 2:
+            return all(self._cancels(one, total, shift, maximum) for one in below)
+        if name != "exp":
+            return False
+        eqn, read = self.steps.get(_origin(below[0], self.steps), (eqn, ()))
+        off = read[-1] if name_of(eqn) in ("sub", "neg") else None
+        others = [one for one in read[:-1] if one is not None]
+        is_fixed = not any(self._leads(one, {shift, maximum}) for one in others)
+        return off is not None and _origin(off, self.steps) == shift and is_fixed
 
     def _trace_back(self, node: Node) -> None:
         """Remember where an integer or boolean leaf comes from."""
@@ -361,6 +414,14 @@ class _Builder:
             raise Miss("its scores or weights are read elsewhere as well (sown, or returned)")
         ins = tuple(dict.fromkeys(node.var for node in operands))
         return Group(group.eqns, ins, group.outs, None)
+
+
+def _origin(node: Node, steps: Steps) -> Node:
+    while node in steps and is_form(steps[node][0]):
+        (below,) = steps[node][1]
+        assert below is not None
+        node = below
+    return node
 
 
 def _reads(eqn: Equation, labels: Sequence[Labels]) -> tuple[Node | None, ...]:

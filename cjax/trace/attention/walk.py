@@ -138,7 +138,13 @@ class Walk:
             return self._mark(out, "exp", labels)
         if kinds == {"logits", "max"} and name == "sub" and self.kinds[variable_of(eqn, 0)] == "logits":
             self._once("logits", variable_of(eqn, 0))
+            self._once("shift", variable_of(eqn, 1))
             return self._mark(out, "shifted", labels)
+        if kinds <= {"max", "sum"}:
+            # A number for each row. With one for each key in it, a bias say, it would not cancel, or divide a sum.
+            if any(self._differs(atom, labels) for i, atom in enumerate(eqn.invars) if i not in ins):
+                raise self._unlike(name)
+            return self._mark(out, "sum" if "sum" in kinds else "max", labels)
         if kinds == {"exp", "sum"} and (name == "mul" or name == "div" and self.kinds[variable_of(eqn, 0)] == "exp"):
             self._once("weights", out)
             divisor, numerator = sorted(ins.values(), key=lambda v: self.kinds[v] == "exp")
@@ -168,39 +174,26 @@ class Walk:
         if self.by_name.setdefault("key", over[0][0]) != over[0][0]:
             raise Other
         self._once(name, operand)
-        if name == "terms":
-            self.by_name["total"] = eqn.outvars[0]
+        self.by_name["total" if name == "terms" else "maximum"] = eqn.outvars[0]
         self._mark(eqn.outvars[0], result, tuple(label for dim, label in enumerate(labels) if dim not in axes))
 
-    @property
-    def takes_maximum(self) -> bool:
-        """Whether exponents are taken relative to their row's maximum (or to 0, where that is not finite)."""
-        return "masked" in self.by_name and all(
-            self._keeps_maximum(eqn) for eqn in self.spine if self.kinds.get(eqn.outvars[0]) == "max"
-        )
+    def _differs(self, atom: Atom, labels: Labels) -> bool:
+        """Whether an operand may be another number along a dim that has no label."""
+        sizes = zip(labels, atom.aval.shape, strict=False)
+        loose = {dim for dim, (label, size) in enumerate(sizes) if size > 1 > len(label)}
+        eqn = None if isinstance(atom, Literal) else self.trace.writer.get(atom)
+        if eqn is not None and name_of(eqn) == "broadcast_in_dim":
+            placed = zip(eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape, strict=True)
+            loose &= {dim for dim, size in placed if size > 1}
+        return bool(loose)
 
     @property
-    def stops_maximum(self) -> bool:
-        """Whether no gradient comes through the maximum."""
-        var, kinds = self.by_name["masked"], self.kinds
+    def stops_masked(self) -> bool:
+        """Whether no gradient comes through what the maximum is taken of."""
+        var = self.by_name["masked"]
         while not facts_of(self.trace.writer[var]).stops and name_of(self.trace.writer[var]) in MOVES:
             var = variable_of(self.trace.writer[var], 0)
-        above = facts_of(self.trace.writer[var]).stops
-        return above or any(facts_of(eqn).stops for eqn in self.spine if kinds.get(eqn.outvars[0]) == "max")
-
-    def _keeps_maximum(self, eqn: Equation) -> bool:
-        """Whether a maximum, or 0 in its place, comes out of this equation."""
-        name = name_of(eqn)
-        # jax.nn.softmax takes the maximum with -inf, and 0 in its place where it is not finite. Any other number would
-        # be a floor, and the exponentials no longer those of the logits less their maximum.
-        if name == "max":
-            return any(isinstance(atom, Literal) and atom.val == -np.inf for atom in eqn.invars)
-        if name == "select_n":
-            return all(
-                self.trace.is_zero(v) or (not isinstance(v, Literal) and self.kinds.get(v) == "max")
-                for v in eqn.invars[1:]
-            )
-        return name in MOVES or name in ("reduce_max", "is_finite", "eq", "ne")
+        return facts_of(self.trace.writer[var]).stops
 
     def _once(self, name: str, var: Var) -> None:
         if name in self.by_name:

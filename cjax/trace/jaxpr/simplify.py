@@ -14,6 +14,7 @@ from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Pa
 from cjax.jax_compat.functions import called_within
 from cjax.jax_compat.jaxprs import NameStack, called_from, name_stack, names_its_operands, new_var, traceback_of
 from cjax.trace.jaxpr.fold import fold, literal
+from cjax.trace.jaxpr.joined import kept_apart, now
 from cjax.trace.jaxpr.primitives import FACTS, facts_of, having, name_of
 from cjax.trace.jaxpr.tracebacks import in_model, is_jax_alone
 
@@ -29,8 +30,9 @@ def simplify(closed: ClosedJaxpr) -> ClosedJaxpr:
 
     Calls (`jit` and its kin) are inlined at every depth, with the module names of their callers in front of their own;
     scalar equations on literals are evaluated; scalar constants become literals; equations that nothing needs are
-    dropped. `scan`, `while`, `cond`, remat and custom derivatives stay equations with flat bodies. Integers that seed
-    random numbers inside remat become operands of it, so that blocks that differ in nothing else are equal.
+    dropped; what is joined and taken apart again stays apart. `scan`, `while`, `cond`, remat and custom derivatives
+    stay equations with flat bodies. Integers that seed random numbers inside remat become operands of it, so that
+    blocks that differ in nothing else are equal.
 
     >>> import jax
     >>> inner = jax.jit(lambda x: x * (1.0 + 1.0))
@@ -46,8 +48,7 @@ def _close(flattener: "_Flattener", jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -
     for var, const in zip(jaxpr.constvars, consts, strict=True):
         env[var] = literal(const, var.aval) or flattener.keep(const, var)
     flattener.walk(jaxpr.eqns, env, None)
-    outvars = [replaced(env, atom) for atom in jaxpr.outvars]
-    eqns = _drop_dead(flattener.eqns, outvars)
+    eqns, outvars = _needed(flattener.eqns, [replaced(env, atom) for atom in jaxpr.outvars])
     needed = {atom for eqn in eqns for atom in eqn.invars if type(atom) is not Literal}
     needed.update(atom for atom in outvars if type(atom) is not Literal)
     kept = [(var, const) for var, const in flattener.consts.values() if var in needed]
@@ -58,6 +59,13 @@ def _close(flattener: "_Flattener", jaxpr: Jaxpr, consts: Sequence[ArrayLike]) -
 def replaced(env: Mapping[Var, Atom], atom: Atom) -> Atom:
     """What stands for `atom` in equations that are written anew: itself, if it is a number or nothing replaces it."""
     return atom if type(atom) is Literal else env.get(atom, atom)
+
+
+def _needed(eqns: Sequence[Equation], outvars: Sequence[Atom]) -> tuple[list[Equation], list[Atom]]:
+    """The equations that results need, none of which joins what others take apart, and these results."""
+    found, env = kept_apart(_drop_dead(eqns, outvars), outvars)
+    outvars = [now(atom, env) for atom in outvars]
+    return (_drop_dead(found, outvars) if env else found), outvars
 
 
 def _drop_dead(eqns: Sequence[Equation], outvars: Sequence[Atom]) -> list[Equation]:
@@ -167,8 +175,8 @@ class _Flattener:
                 assert isinstance(body, Jaxpr)
                 env: dict[Var, Atom] = {}
                 flattener.walk(body.eqns, env, None)
-                outvars = [replaced(env, atom) for atom in body.outvars]
-                eqns, seeds = _seeds_as_operands(_drop_dead(flattener.eqns, outvars))
+                eqns, outvars = _needed(flattener.eqns, [replaced(env, atom) for atom in body.outvars])
+                eqns, seeds = _seeds_as_operands(eqns)
                 flat = body.replace(invars=[*body.invars, *seeds], outvars=outvars, eqns=eqns)
                 self.memo[id(body)] = flat, tuple(seeds.values())
             else:

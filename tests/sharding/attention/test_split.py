@@ -70,6 +70,22 @@ def test_equals_the_equations(kind: str, mode: str) -> None:
         assert_same(function, values(*shapes), mesh_of(**ALONE), mode)
 
 
+@pytest.mark.parametrize("mode", ["ring", "all_to_all"])
+def test_a_sink_above_all_scores(mode: str) -> None:
+    """By so much that no exponential of theirs is left beside it in float64, and a gradient still goes to one other."""
+
+    def function(q: Any, k: Any, v: Any, sink: Any) -> Any:
+        scores, sink = jnp.einsum("bqhd,bkhd->bhqk", q, k), sink * jnp.asarray([2000.0, 3.0, 1.0, -2000.0])
+        off = jnp.maximum(scores.max(-1, keepdims=True), sink[:, None, None])
+        exps = jnp.exp(scores - off)
+        divisor = exps.sum(-1, keepdims=True) + jnp.exp(sink[:, None, None] - off)
+        return jnp.einsum("bhqk,bkhd->bqhd", exps / divisor, v)
+
+    with jax.enable_x64(True):
+        q, k, v = values(*QKV)
+        assert_same(function, (q, k, v, jnp.asarray([1.0, 1.5, -0.5, 1.0])), mesh_of(**ALONE), mode)
+
+
 @pytest.mark.full("grouped-ring")
 @pytest.mark.parametrize("mode", ["ring", "all_to_all"])
 @pytest.mark.parametrize(

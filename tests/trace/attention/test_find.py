@@ -143,6 +143,83 @@ def test_sown_weights() -> None:
     assert not found and "neither dropout nor a product with values" in reason
 
 
+def normalised(
+    shift: Any = lambda most: most,
+    terms: Any = lambda x: x,
+    numerator: Any = lambda x: x,
+    divisor: Any = lambda x, m: x,
+) -> Any:
+    """An attention: exponentials relative to `shift(maximum)`, by what `divisor(sum, that)` makes of their sum."""
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        off = shift(scores.max(-1, keepdims=True))
+        exps = jnp.exp(scores - off)
+        weights = numerator(exps) / divisor(terms(exps).sum(-1, keepdims=True), off)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    return function
+
+
+STOP = jax.lax.stop_gradient
+ONE_MORE = {
+    "one": lambda x, m: x + jnp.exp(-m),
+    "in front": lambda x, m: jnp.exp(2.0 - m) + x,
+    "two": lambda x, m: x + jnp.exp(2.0 - m) + jnp.exp(-m),
+}
+ANYTHING = {
+    "plus one": lambda x, m: 1 + x,
+    "a guard": lambda x, m: x + 1e-3,
+    "a root": lambda x, m: jnp.sqrt(x),
+    "no gradient": lambda x, m: STOP(x),
+    "of another number": lambda x, m: x + jnp.exp(1 - 2 * m),
+    "one without a gradient": lambda x, m: x + STOP(jnp.exp(-m)),
+    "twice the maximum": lambda x, m: x + jnp.exp(m - m),
+}
+
+
+@pytest.mark.parametrize("divisor", [*ONE_MORE, *ANYTHING])
+def test_what_is_taken_off_cancels_or_has_no_gradient(divisor: str) -> None:
+    """By blocks another number is taken off, which has none: so must the author's, or it is nothing in all."""
+    given = (ONE_MORE | ANYTHING)[divisor]
+    found, reasons = found_in(normalised(divisor=given), Q, Q, Q)
+    assert bool(found) == (divisor in ONE_MORE)
+    assert found or "jax.lax.stop_gradient around it" in reasons[0]
+    for shift in (STOP, lambda most: STOP(2 * jnp.maximum(most, 1.0))):
+        (one,), reasons = found_in(normalised(shift, divisor=given), Q, Q, Q)
+        assert not reasons and not one.divides_by_sum
+
+
+def test_a_gradient_that_is_stopped_halfway_does_not_cancel() -> None:
+    for options, is_one in (
+        ({"terms": STOP}, False),
+        ({"numerator": STOP}, False),
+        ({"terms": STOP, "numerator": STOP}, True),
+    ):
+        found, reasons = found_in(normalised(**options), Q, Q, Q)
+        assert bool(found) == is_one and (is_one or "jax.lax.stop_gradient around it" in reasons[0])
+        found, reasons = found_in(normalised(divisor=ONE_MORE["one"], **options), Q, Q, Q)
+        assert not found
+        (one,), reasons = found_in(normalised(STOP, **options), Q, Q, Q)
+        assert not reasons and one.divides_by_sum
+
+
+def test_a_divisor_without_a_maximum() -> None:
+    def added(q: Any, k: Any, v: Any, divisor: Any = lambda exps, scores: 1 + exps) -> Any:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        exps = jnp.exp(scores)
+        return jnp.einsum("bhqk,bkhd->bqhd", exps / divisor(exps.sum(-1, keepdims=True), scores), v)
+
+    (one,), reasons = found_in(added, Q, Q, Q)
+    assert not reasons and one.shift is None and not one.divides_by_sum
+
+    def of_maximum(q: Any, k: Any, v: Any) -> Any:
+        return added(q, k, v, lambda exps, scores: exps + jnp.exp(scores.max(-1, keepdims=True)))
+
+    found, (reason,) = found_in(of_maximum, Q, Q, Q)
+    assert not found and "not taken off" in reason
+
+
 def test_what_is_no_attention() -> None:
     def router(x: Any, w: Any, values: Any) -> Any:
         return jnp.einsum("bse,bsed->bsd", jax.nn.softmax(x @ w), values)
@@ -152,31 +229,6 @@ def test_what_is_no_attention() -> None:
     assert not found and "values of its own" in reason
     jaxpr = simplify(jax.make_jaxpr(router)(*args)).jaxpr
     assert find_attentions(jaxpr.eqns, jaxpr.outvars, weights=[jaxpr.invars[1]]) == ([], [])
-
-    def added(q: Any, k: Any, v: Any) -> Any:  # "softmax1", without a maximum: the one would have to be scaled
-        exps = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q, k))
-        return jnp.einsum("bhqk,bkhd->bqhd", exps / (1 + exps.sum(-1, keepdims=True)), v)
-
-    found, (reason,) = found_in(added, Q, Q, Q)
-    assert not found and "no maximum" in reason
-
-    def by_divisor(divisor: Any, stops: bool) -> Any:
-        def function(q: Any, k: Any, v: Any) -> Any:
-            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-            most = scores.max(-1, keepdims=True)
-            exps = jnp.exp(scores - (jax.lax.stop_gradient(most) if stops else most))
-            return jnp.einsum("bhqk,bkhd->bqhd", exps / divisor(exps.sum(-1, keepdims=True)), v)
-
-        return function
-
-    # The author's gradient through the maximum does not cancel there, and by blocks there is none.
-    for divisor in (lambda x: 1 + x, lambda x: x + 1e-3, jnp.sqrt, jax.lax.stop_gradient):
-        found, (reason,) = found_in(by_divisor(divisor, False), Q, Q, Q)
-        assert not found and "jax.lax.stop_gradient around it" in reason
-        (_,), reasons = found_in(by_divisor(divisor, True), Q, Q, Q)
-        assert not reasons
-    (_,), reasons = found_in(by_divisor(lambda x: x, False), Q, Q, Q)
-    assert not reasons
 
     def detached(q: Any, k: Any, v: Any) -> Any:
         weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))

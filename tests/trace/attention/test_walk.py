@@ -62,22 +62,31 @@ def test_each_part_of_a_softmax_has_its_name() -> None:
 
 
 def test_the_maximum_is_taken_off_or_it_is_not() -> None:
-    """Whoever evaluates by blocks takes off a maximum of its own, which cancels where the author did too."""
-    assert walked(shifted).takes_maximum and walked(jax.nn.softmax).takes_maximum
-    assert not walked(plain).takes_maximum
-    assert walked(lambda scores: shifted(scores, -jnp.inf)).takes_maximum
-    assert not walked(lambda scores: shifted(scores, 0.0)).takes_maximum, "softmax1 in another guise"
+    """Whatever is made of it may be, as long as a row has one number."""
+    assert "shift" not in walked(plain).by_name and "maximum" not in walked(plain).by_name
+    for low, shift in ((None, "broadcast_in_dim"), (-jnp.inf, "max"), (0.0, "max"), (jnp.ones((H, 1, 1)), "max")):
+        walk = walked(lambda scores, low=low: shifted(scores, low))
+        assert (made_by(walk, "maximum"), made_by(walk, "shift")) == ("reduce_max", shift)
+        assert walk.labels[walk.by_name["shift"]] == ((0,), (1,), (2,), ())
+    softmax = walked(jax.nn.softmax)
+    assert softmax.kinds[softmax.by_name["shift"]] == "max" and not softmax.stops_masked
+    assert walked(lambda scores: plain(scores - jax.lax.stop_gradient(scores).max(-1, keepdims=True))).stops_masked
 
-    def finite(scores: Any) -> Any:
-        most = scores.max(-1, keepdims=True)
+
+def test_what_is_taken_off_or_divided_by_is_one_number_for_all_keys() -> None:
+    bias = jnp.ones(KEYS)
+    for weigh in (
+        lambda scores: plain(scores - (scores.max(-1, keepdims=True) + bias)),
+        lambda scores: jnp.exp(scores) / (jnp.exp(scores).sum(-1, keepdims=True) + bias),
+    ):
+        with pytest.raises(Other):
+            walked(weigh)
+
+    def everywhere(scores: Any) -> Any:
+        most = jnp.broadcast_to(scores.max(-1, keepdims=True), scores.shape)
         return plain(scores - jnp.where(jnp.isfinite(most), most, 0))
 
-    assert walked(finite).takes_maximum
-
-    def halved(scores: Any) -> Any:
-        return plain(scores - 0.5 * scores.max(-1, keepdims=True))
-
-    assert not walked(halved).takes_maximum
+    assert made_by(walked(everywhere), "shift") == "select_n", "as many numbers as keys, but all of a row the same"
 
 
 def test_logits_and_what_the_maximum_is_of_may_differ() -> None:
