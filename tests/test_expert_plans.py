@@ -210,7 +210,9 @@ def test_a_search_keeps_the_user_s_number_and_finds_its_own(planning: Planning) 
 
 
 def test_a_number_that_no_plan_has_is_the_word_to_leave_out() -> None:
-    with pytest.raises(ValueError, match="no plan shares 16 rows over 8 dev.*leave out words of 'auto expert=3'"):
+    with pytest.raises(
+        ValueError, match="need a multiple of 3 devices, and there are 8.*leave out words of 'auto expert=3'"
+    ):
         cjax.parallelize(
             MoEDecoder(0, Grouped), next_token, optax.sgd(0.1), {"tokens": np.zeros((BATCH, SEQ + 1), np.int32)},
             "auto expert=3",

@@ -237,11 +237,15 @@ def inspect(path: str | Path) -> Summary:
 
     `cjax.checkpoint.save` has an example.
     """
-    path = as_folder(path)
+    return read_description(folder_of(latest(as_folder(path))))
+
+
+def latest(path: Path) -> Path:
+    """Of the folder of a run, or of several checkpoints, that of the last one; `path` otherwise."""
     for folder in (path, path / "checkpoints"):
         if steps := checkpoint_steps(folder):
-            return read_description(folder_of(folder / str(steps[-1])))
-    return read_description(folder_of(path))
+            return folder / str(steps[-1])
+    return path
 
 
 def _nearby(path: Path) -> str:

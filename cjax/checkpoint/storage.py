@@ -28,6 +28,7 @@ from cjax.checkpoint.description import (
     check_files,
     check_same,
     describe,
+    latest,
     read_description,
     write_description,
 )
@@ -137,7 +138,7 @@ def restore(
     """Reads a checkpoint onto the placement that `abstract` asks for; each device receives its own shard alone.
 
     Args:
-        path: the folder of one checkpoint.
+        path: the folder of one checkpoint; of a run, or of several, the last is read.
         abstract: the tree to fill. What has a sharding (a `ShapeDtypeStruct`, a jax.Array) becomes a jax.Array there,
             what has none a NumPy array, a Python number a Python number.
         ignore: parts of the checkpoint that may be left unread, by the first part of their names (`opt_state`).
@@ -152,7 +153,7 @@ def restore(
 
     `cjax.checkpoint.save` has an example.
     """
-    summary = read_description(located(as_folder(path)))
+    summary = read_description(located(latest(as_folder(path))))
     leaves, treedef = jax.tree.flatten(abstract)
     wanted = dict(zip(_unique_names(abstract), leaves, strict=True))
     infos = {name: _info(leaf) for name, leaf in wanted.items()}

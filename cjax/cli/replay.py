@@ -74,6 +74,8 @@ class ReplayCommand:
     def _tables(self) -> Path:
         if self.tables:
             return Path(self.tables)
+        if not Path(self.workload).is_file():
+            raise FileNotFoundError(f"there is no file {self.workload}; `cjax replay` takes a log of jobs as CSV")
         beside = Path(self.workload).absolute().parent
         for folder in (beside, beside.parent):
             for name in ("speeds.csv", "traces"):

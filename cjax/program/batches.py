@@ -49,7 +49,7 @@ def place_batch(composed: Composed, batch: PyTree, limits: dict[int, tuple[Limit
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
         if np.shape(leaf) != tuple(rows) or dtype != jax.dtypes.canonicalize_dtype(shape.dtype):
             raise ValueError(
-                f"batch {leaf_names(composed.batch_shape)[i]!r} is {dtype}{list(np.shape(leaf))}; this program was "
+                f"{_named(leaf_names(composed.batch_shape)[i])} is {dtype}{list(np.shape(leaf))}; this program was "
                 f"made for {shape.dtype}{list(rows)}. Give a batch of that shape and dtype, or call parallelize with "
                 "one like this. (A last batch with fewer rows: drop it, or give it to evaluate, which takes any "
                 "number.)"
@@ -76,6 +76,8 @@ def check_tree(batch: PyTree, wanted: PyTree) -> None:
     else:
         is_named = any(have)  # as neither None is, nor a string
         given, seen = f"has the leaves {_few(have)}" if is_named else f"is {kind_of(batch)}", _few(need)
+        if need == ("",):
+            seen = "an array alone"
     lists = " (Lists of numbers are trees, too: make them arrays with np.asarray.)" if len(have) > len(need) else ""
     raise ValueError(
         f"this batch {given}; parallelize saw {seen}. Give the same tree, or call parallelize with this batch." + lists
@@ -86,11 +88,15 @@ def _refuse_foreign(name: str, leaf: Any) -> None:
     """Raises TypeError for what looks like an array, and is none that a step can take."""
     if isinstance(leaf, core.Tracer):
         raise TypeError(
-            f"batch {name!r} is traced: programs compile their calls themselves, so make them outside of jax.jit, "
+            f"{_named(name)} is traced: programs compile their calls themselves, so make them outside of jax.jit, "
             "grad, vmap and scan. (program.value_and_grad has gradients; jax.grad takes program.loss, in its `params`.)"
         )
     if hasattr(leaf, "detach") and hasattr(leaf, "numpy"):
-        raise TypeError(f"batch {name!r} is {kind_of(leaf)} of torch: give {name.rpartition('/')[2] or 'it'}.numpy()")
+        raise TypeError(f"{_named(name)} is {kind_of(leaf)} of torch: give {name.rpartition('/')[2] or 'it'}.numpy()")
+
+
+def _named(name: str) -> str:
+    return f"batch {name!r}" if name else "this batch"
 
 
 def _few(names: tuple[str, ...]) -> str:

@@ -26,7 +26,7 @@ from cjax.program.explained import explained
 from cjax.program.keep import check_fits, store_leaves
 from cjax.program.lockstep import Lockstep
 from cjax.program.memory import OutOfMemory, alternatives
-from cjax.program.saving import arrays_of, ready_model, restored, shapes_of, state_from, to_save, trees_of
+from cjax.program.saving import arrays_of, of_model, ready_model, restored, shapes_of, state_from, to_save, trees_of
 from cjax.program.scores import is_one
 from cjax.program.starting import Starter, make_key, must_run
 from cjax.program.state import State, check_alive
@@ -103,12 +103,12 @@ class Program:
     @own_context
     def params(self, state: State) -> PyTree:
         """The trained parameters, in the user's own tree."""
-        return trees_of(state, "params")["params"]
+        return trees_of(of_model(self._composed, state), "params")["params"]
 
     @own_context
     def model(self, state: State) -> Any:
         """The user's own model, trained."""
-        return ready_model(self._composed, state)
+        return ready_model(self._composed, of_model(self._composed, state))
 
     @own_context
     def adopt(self, state: State, source: State | PyTree) -> State:
@@ -297,9 +297,9 @@ class Program:
         """Write a checkpoint of logical arrays, from which any plan can go on.
 
         Raises:
-          TypeError, FileExistsError, OSError: no path; a path that holds something else; a full disk, say.
+          TypeError, ValueError, OSError: no path, or one that holds something else; another model's state; a full disk.
         """
-        check_alive(state)
+        of_model(self._composed, state)
         if not isinstance(path, str | Path) or not str(path):
             raise TypeError(f'save takes the path of a folder, not {path!r}: program.save("runs/mine", state)')
         tree, rows = self.to_rows(state)

@@ -44,6 +44,18 @@ def _small(state: State) -> dict[str, PyTree]:
     return jax.tree.map(_copy, small)
 
 
+def of_model(composed: Composed, state: State) -> State:
+    """A state of any program of this model, under any plan.
+
+    Raises:
+      ValueError: one of another model, with what differs.
+    """
+    check_alive(state)
+    if state._shelves is not composed.shelves:
+        check_fits(composed.shelves.params, state._shelves.params.leaf_shapes(), "this state's parameters are")
+    return state
+
+
 def trees_of(state: State, *names: str) -> dict[str, PyTree]:
     """Some of the trees of a state: "params", "frozen", "opt_state", "carried". The others are not copied."""
     check_alive(state)

@@ -31,16 +31,23 @@ class MismatchError(RuntimeError):
       agreed: plans that were tried instead, and agree.
     """
 
-    def __init__(self, check: Check, agreed: tuple[str, ...]) -> None:
+    def __init__(self, check: Check, agreed: tuple[str, ...], redrawn: bool = False) -> None:
         self.check, self.agreed = check, agreed
         lines = "\n".join(f"  {each}" for each in check.wrong[:5])
         more = f"\n  and {len(check.wrong) - 5} more" if len(check.wrong) > 5 else ""
         instead = "No other plan that was tried agrees either; microbatches=1 and one device are what you can trust."
         if agreed:
             instead = "These agree: " + "; ".join(f'plan="{plan}"' for plan in agreed) + "."
+        report = f"{instead} Please report the plan, the model and this message to the authors of cjax."
+        if redrawn:
+            report = (
+                "Nor does it compute the same twice: it asks for another computation each time it is traced, as with "
+                "numbers of np.random, of a clock or of a counter. Under jax.jit one of these would stand for all "
+                "steps; draw from `key`, def loss(model, batch, key), or from nnx.Rngs."
+            )
         super().__init__(
             f"plan {check.plan!r} does not compute what this model computes on {check.reference}:\n{lines}{more}\n"
-            f"Nothing was trained. {instead} Please report the plan, the model and this message to the authors of cjax."
+            f"Nothing was trained. {report}"
         )
 
 
@@ -66,13 +73,11 @@ def check_plan(composed: Composed, state: State, batch: PyTree) -> Check:
             "many virtual devices of one process: cjax run --devices N script.py."
         )
     device, plan = composed.mesh.devices.flat[0], composed.plan
-    given = jax.tree.map(lambda leaf: own_copy(np.asarray(leaf)), batch)
-    params, frozen, model_state = trees_of(state, *MODEL).values()
-    trees = params, frozen, model_state
+    inputs = _inputs(state, batch)
+    trees, given = inputs[:3], inputs[3]
     held = sum(x.nbytes for x in jax.tree.leaves(trees[:1])), _bytes_on(device, state)
     _must_fit(composed, 2 * held[0] + held[1])  # before anything is compiled for it
-    here = jax.sharding.SingleDeviceSharding(device)
-    inputs: Inputs = jax.device_put((*trees, given, jax.random.fold_in(state._key, state.step)), here)
+    inputs = jax.device_put(inputs, jax.sharding.SingleDeviceSharding(device))
     reference = reference_of(composed)
     run, itemsize, size = reference.compiled(inputs)
     _must_fit(composed, size + held[1])
@@ -93,6 +98,13 @@ def check_plan(composed: Composed, state: State, batch: PyTree) -> Check:
     params, grads = on_host(trees[0]), on_host(theirs.grads)
     scale = sum(float(np.sum(np.abs(params[name] * grad))) for name, grad in grads.items())
     return compare(str(plan), mine, theirs, rounded, itemsize, scale, where)
+
+
+def _inputs(state: State, batch: PyTree) -> Inputs:
+    """What the author's code is given."""
+    params, frozen, model_state = trees_of(state, *MODEL).values()
+    given = jax.tree.map(lambda leaf: own_copy(np.asarray(leaf)), batch)
+    return params, frozen, model_state, given, jax.random.fold_in(state._key, state.step)
 
 
 _BYTES = {"bfloat16": 2, "float16": 2}  # float32 leaves a model its own numbers, which may be wider
@@ -167,6 +179,8 @@ def verify(composed: Composed, state: State, batch: PyTree) -> Check | str:
     except DoesNotFit as error:
         return f"not verified: {error}"
     if not check.ok:
+        if not reference_of(composed).is_the_same_again(_inputs(state, batch)):
+            raise MismatchError(check, (), redrawn=True)
         raise MismatchError(check, _that_agree(composed, state, batch))
     return check
 

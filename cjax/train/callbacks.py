@@ -24,6 +24,7 @@ class Training(Protocol):
         steps: at which the run ends.
         samples: global samples read by then.
         folder: of the run, if it has one.
+        evaluate_every: steps between evaluations; None where there are none.
     """
 
     program: Program
@@ -31,6 +32,7 @@ class Training(Protocol):
     step: int
     steps: int
     folder: Path | None
+    evaluate_every: int | None
 
     @property
     def samples(self) -> int:
@@ -129,6 +131,16 @@ class EarlyStop(Callback):
         self._misses = 0
 
     def on_begin(self, training: Training) -> None:
+        """Called before the first step.
+
+        Raises:
+            ValueError: a metric of evaluations, in a run without any.
+        """
+        if self._metric.startswith("validation_") and training.evaluate_every is None:
+            raise ValueError(
+                f"EarlyStop looks at {self._metric!r}, and this run has no evaluations: give fit evaluate_every= and "
+                'validation=, or look at a metric of steps, EarlyStop("loss")'
+            )
         self._better.best, self._misses = None, 0
 
     def on_step(self, training: Training, step: int, values: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from forked import Forks
 
-from cjax.checkpoint import Checkpointer, inspect, save
+from cjax.checkpoint import Checkpointer, inspect, restore, save
 from cjax.checkpoint.description import check_files, check_same
 
 
@@ -31,6 +31,15 @@ def test_the_folder_of_a_run_shows_its_latest(tmp_path: Path):
             checkpoints.save(step, {"w": np.ones(3)}, {})
     assert inspect(tmp_path).step == inspect(tmp_path / "checkpoints").step == 10
     assert inspect(tmp_path / "checkpoints" / "2").step == 2
+
+
+def test_the_folder_of_a_run_is_restored_from_its_latest(tmp_path: Path):
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        for step in (2, 10):
+            checkpoints.save(step, {"w": np.full(3, step)}, {"of": step})
+    for folder, step in ((tmp_path, 10), (tmp_path / "checkpoints", 10), (tmp_path / "checkpoints" / "2", 2)):
+        tree, meta = restore(folder, {"w": np.zeros(3, int)})
+        assert tree["w"][0] == meta["of"] == step
 
 
 def test_no_devices_are_needed(tmp_path: Path, forks: Forks):

@@ -61,3 +61,5 @@ def test_tables_that_are_nowhere_are_asked_for(tmp_path: Path, capsys: pytest.Ca
     (path.parent / "speeds.csv").unlink()
     assert main(["replay", str(path)]) == 1
     assert "say --tables where they are" in capsys.readouterr().err
+    assert main(["replay", str(folder / "none.csv")]) == 1
+    assert "there is no file" in capsys.readouterr().err

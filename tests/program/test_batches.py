@@ -32,6 +32,13 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
 }
 
 
+def test_a_batch_that_is_an_array_has_no_name() -> None:
+    program = make("data=8", loss=lambda model, x: model(x).mean(), batch=X)
+    state = program.init(0)
+    for batch, said in ((rows(16)["x"], "this batch is float32[16, 5]"), (rows(), "saw an array alone")):
+        assert said in refusal(lambda batch=batch: program.step(state, batch))
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_another_batch_is_refused_and_costs_no_state(program: cjax.Program, name: str) -> None:
     batch, said = WRONG[name]

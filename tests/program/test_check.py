@@ -153,6 +153,23 @@ def test_a_plan_that_computes_otherwise_does_not_train(monkeypatch: pytest.Monke
     assert raised.value.agreed == ("data=-1",) and int(state.step) == 0
 
 
+def test_numbers_of_the_host_are_told_from_a_wrong_plan() -> None:
+    """Of a loss that draws them each trace is another, so that no plan agrees with anything."""
+    rng = np.random.default_rng(0)
+
+    def number(model: Any, batch: Any) -> Any:
+        return loss(model, batch) * rng.random()
+
+    def numbers(model: Any, batch: Any) -> Any:
+        return (model(batch["x"]) * jnp.asarray(rng.random((3,)), jnp.float32)).mean()
+
+    for drawn in (number, numbers):
+        program = make("data=8", loss=drawn, verify=True)
+        with pytest.raises(cjax.MismatchError, match="Nor does it compute the same twice.*draw from `key`") as raised:
+            program.step(begin(program), rows())
+        assert "to the authors" not in str(raised.value) and raised.value.agreed == ()
+
+
 def test_a_model_too_large_for_one_device_is_trained_unverified_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     small = dataclasses.replace(verify.hardware_of(jax.devices()), memory=20)
     monkeypatch.setattr(verify, "hardware_of", lambda devices: small)

@@ -117,3 +117,15 @@ def test_damaged_missing_and_misplaced_checkpoints_are_named(program: cjax.Progr
     assert program.step(state, rows())[0].step == 1
     for wrong in (3, {"params": 1}):
         assert "path of a checkpoint or a state" in refusal(lambda wrong=wrong: program.restore(wrong), TypeError)
+
+
+def test_a_state_of_another_model_is_not_taken_for_one_of_this(program: cjax.Program, tmp_path: Path) -> None:
+    """What `save` wrote would say this program's plan, and `model` would be half of each."""
+    other = make("data=8", model=Net(width=24))
+    state = other.init(0)
+    for call in (program.params, program.model, lambda state: program.save(tmp_path / "c", state)):
+        message = refusal(lambda call=call: call(state))
+        assert "bias: float32[24] given, float32[16] needed" in message
+    assert not (tmp_path / "c").exists()
+    mine = program.replan("data=2 tensor=4").init(0)
+    assert_same(program.params(mine), program.params(program.init(0)))

@@ -105,6 +105,12 @@ def test_a_metric_that_is_not_there_is_named_with_those_that_are(program: SmallP
     assert value_of("aux/x", {"aux": {"x": 3}}) == 3.0
 
 
+def test_a_metric_of_evaluations_needs_some(program: SmallProgram):
+    with pytest.raises(ValueError, match="'validation_loss', and this run has no evaluations.*evaluate_every="):
+        fit(program, SmallData(), steps=2, callbacks=[EarlyStop()])
+    assert fit(program, SmallData(), steps=2, callbacks=[EarlyStop("loss")]).step == 2
+
+
 @pytest.mark.parametrize("mode, better, worse", [("min", 1.0, 3.0), ("max", 3.0, 1.0)])
 def test_what_better_means(mode: Any, better: float, worse: float):
     is_better = Better(mode)

@@ -143,11 +143,10 @@ def no_plan(planning: Planning, asked: Asked, found: Found) -> str:
     fewer = [n for n in fewer if rows % (n // unit * parts) == 0]
     instead += [*(f"devices=jax.devices()[:{n}]" for n in fewer[:1]), *fixed]
     why = "; ".join(f"{words}: {reason.splitlines()[0]}" for words, reason in list(found.refused.items())[:3])
-    return (
-        f"plan={str(asked.auto)!r}: no plan shares {rows} rows over {num} devices"
-        + (f" ({why})" if why else "")
-        + f". Use {', or '.join(instead)}."
-    )
+    lacks = f"no plan shares {rows} rows over {num} devices"
+    if num % least:
+        lacks = f"its words need a multiple of {least} devices, and there are {num}"
+    return f"plan={str(asked.auto)!r}: {lacks}" + (f" ({why})" if why else "") + f". Use {', or '.join(instead)}."
 
 
 def _note(planning: Planning, asked: Asked, found: Found, best: Scored) -> str:

@@ -46,7 +46,10 @@ def loss_caller(loss: Callable[..., object]) -> Loss:
     try:
         inspect.signature(loss).bind(None, None, **extra)
     except TypeError as error:
-        raise TypeError(f"`loss` takes {inspect.signature(loss)}. {write}.") from error
+        hint = ""
+        if any(name in parameters for name in ("params", "variables", "state", "graphdef")):
+            hint = " `model` has its parameters in it: call it as model(batch[...])."
+        raise TypeError(f"`loss` takes {inspect.signature(loss)}. {write}.{hint}") from error
 
     def call(model: object, batch: PyTree, key: Key | None, train: bool) -> tuple[PyTree, PyTree]:
         given: dict[str, object] = {}

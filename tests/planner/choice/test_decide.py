@@ -88,6 +88,8 @@ def test_rows_that_nothing_shares() -> None:
         decide(planned(), "auto", 5)
     with pytest.raises(ValueError, match="leave out words of 'auto data=2'"):
         decide(planned(), "auto data=2", 3)
+    with pytest.raises(ValueError, match=r"its words need a multiple of 3 devices, and there are 4.*devices\(\)\[:3\]"):
+        decide(planned(), "auto tensor=3", 4)
 
 
 @pytest.mark.parametrize(

@@ -69,3 +69,11 @@ def test_refused_results(result: Any, message: str) -> None:
 def test_refused_losses(loss: Any) -> None:
     with pytest.raises(TypeError, match="def loss.model, batch."):
         capture(nn.Dense(3), loss, X_SHAPE)
+
+
+def test_a_loss_of_parameters_is_told_where_they_are() -> None:
+    def loss(params: Any, batch: Any, targets: Any) -> Any:
+        return params
+
+    with pytest.raises(TypeError, match=r"`loss` takes \(params.*def loss\(model, batch\).*call it as model\(batch"):
+        capture(nn.Dense(3), loss, X_SHAPE)
