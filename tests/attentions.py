@@ -178,7 +178,7 @@ def with_sink_by_hand(q: Any, k: Any, v: Any, sink: Any) -> Any:
     sink = 4 * sink[None, :, None, None]
     most = jnp.maximum(scores.max(-1, keepdims=True), sink)
     exps = jnp.exp(scores - most)
-    return jnp.einsum("bhqk,bkhd->bqhd", exps / (exps.sum(-1, keepdims=True) + jnp.exp(sink - most)), v)
+    return jnp.einsum("bhqk,bkhd->bqhd", exps * (1 / (exps.sum(-1, keepdims=True) + jnp.exp(sink - most))), v)
 
 
 def plus_one(q: Any, k: Any, v: Any) -> Any:

@@ -43,6 +43,23 @@ class Sends:
         assert isinstance(var, Var)
         return self._layout.spec(self._dims.of(var, scope), var.aval.shape, with_examples)
 
+    def among_rows(self, eqn: Equation, scope: Scope) -> dict[int, PartitionSpec]:
+        """Operands of a product with who is sent where among all examples' rows, which have some of that one's dims and
+        no others, such as whose gates count: the placements that these dims have there."""
+        found = dict[int, PartitionSpec]()
+        if not self._layout.rows or not facts_of(eqn).product:
+            return found
+        every = [() if isinstance(atom, Literal) else tuple(self._dims.of(atom, scope)) for atom in eqn.invars]
+        for mask, classes in zip(eqn.invars, every, strict=True):
+            if self._layout.batch not in classes or self._layout.rows.isdisjoint(classes):
+                continue
+            entry = dict(zip(classes, self.spec(mask, scope, with_examples=False), strict=True))
+            for at, others in enumerate(every):
+                is_of_examples = self._layout.batch in others and self._layout.rows.isdisjoint(others)
+                if is_of_examples and entry.keys() >= set(others):
+                    found[at] = PartitionSpec(*(entry[c] for c in others))
+        return found
+
     def _sent(self, eqn: Equation, atoms: Sequence[Atom], scope: Scope) -> list[int]:
         if not self._layout.experts or not (name_of(eqn) in _MEET or facts_of(eqn).scatter):
             return []
@@ -85,6 +102,8 @@ class Exchanges:
         found = list(ins)
         for at in self._sends.fetched(eqn, scope):
             found[at] = self._arrived(ins[at], self._sends.spec(eqn.invars[at], scope, with_examples=True))
+        for at, spec in self._sends.among_rows(eqn, scope).items():
+            found[at] = self._constrain(ins[at], spec)
         return found
 
     def sent(self, eqn: Equation, outs: Sequence[Any], scope: Scope) -> list[Any]:

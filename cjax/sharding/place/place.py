@@ -288,7 +288,9 @@ class Placer(Hooks):
             ins = self._in_equal_parts(eqn, [changed, *ins[1:]], scope)
         # `slogdet` has a derivative of its own, which no hook sees, and which puts rows back in order by a gather.
         is_hidden = self._may_stop() and holds(eqn, reorders)
-        if not is_apart(eqn) and not holds_apart(eqn) and not is_hidden:
+        # Of the largest of each row XLA gathers all rows first, where tensors are split by more than those.
+        ranks = name_of(eqn) == "top_k"
+        if not is_apart(eqn) and not holds_apart(eqn) and not is_hidden and not ranks:
             return look_up_whole(eqn, ins, given) if name_of(eqn) == "gather" else bind(eqn, ins, given)
         return self._apart(eqn, ins, scope, given)
 

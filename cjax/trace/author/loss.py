@@ -59,7 +59,16 @@ def loss_caller(loss: Callable[..., object]) -> Loss:
             given["key"] = key
         if wants_train:
             given["train"] = train
-        return _check_result(loss(model, batch, **given))
+        try:
+            return _check_result(loss(model, batch, **given))
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            raise ValueError(
+                f"The model or its loss asks for a named axis, as under pmap or shard_map: {error} Here each sees the "
+                "whole batch, and its means and statistics are those of all devices: leave out "
+                "BatchNorm(axis_name=...) and jax.lax.pmean."
+            ) from error
 
     return call
 

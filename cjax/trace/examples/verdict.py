@@ -138,8 +138,9 @@ def verdict(loss: Value, what: str = "The loss", of_mean: bool = False) -> Lifte
             reason = f"a sum over a weight that depends on the batch, at {loss.origin}"
             return Lifted(kind, reason, total, loss.weight, couplings)
         case "sum" | "mixed" | "fixed":
+            at = f" ({loss.origin})" if loss.origin else ""
             reason = (
-                f"{what} is a sum over the examples ({loss.origin}), not a mean: it would change with the number of "
+                f"{what} is a sum over the examples{at}, not a mean: it would change with the number of "
                 "micro-batches. Take .mean(), divide by the number of examples in the batch it is given "
                 f"(x.shape[0]), return cjax.Mean(total, weight), or write {APART}."
             )

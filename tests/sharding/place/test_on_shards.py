@@ -198,7 +198,7 @@ def test_devices_sort_their_own_rows(layer: str) -> None:
     program = program_of(layer, "data=8")
     facts = audit(program.lower().compile(), program.mesh)
     wanted = sum(leaf.size for leaf in jax.tree.leaves(program.params(program.init(0)))) * 4 * 2 * 7 / 8
-    assert facts.moved_by_axis()["data"] == pytest.approx(wanted, rel=0.03)  # XLA gathers scores for a CPU's top k
+    assert facts.moved_by_axis()["data"] == pytest.approx(wanted, rel=0.01)
     assert arithmetic(layer, program.plan, batch())["data"] == pytest.approx(wanted, rel=0.01)
 
 

@@ -3,15 +3,19 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from contract import trace_of
 from jax._src.ad_checkpoint import saved_residuals
 from jax.extend import core as jex
 from jax.sharding import PartitionSpec as P
 
+import cjax
+from cjax.audit import audit
 from cjax.mesh import build_mesh, compiler_options
 from cjax.sharding.layout.layout import make_layout
 from cjax.sharding.place.place import Placer, WeightPlacement, constrained
@@ -187,3 +191,21 @@ def test_gathered_weights_are_not_saved() -> None:
     assert (8, 8) not in saved(jax.checkpoint(layer, policy=POLICIES["none"]))
     assert (4, 8) in saved(jax.checkpoint(layer, policy=POLICIES["none"])), "activations still are"
     assert not saved(jax.checkpoint(layer, policy=POLICIES["block"]))
+
+
+def test_the_largest_of_each_row_are_found_where_the_row_is() -> None:
+    """Rows are split by data, what they are made of by tensor: XLA would gather all rows of scores first."""
+
+    class Router(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            scores = nn.Dense(6)(nn.tanh(nn.Dense(16)(x)))
+            best, which = jax.lax.top_k(scores, 2)
+            return (best * jnp.cos(which)).mean()
+
+    batch = jax.ShapeDtypeStruct((32, 12), jnp.float32)
+    program = cjax.parallelize(Router(), lambda model, x: model(x), optax.sgd(0.1), batch, "data=2 tensor=4")
+    facts = audit(program.lower().compile(), program.mesh)
+    assert facts.moved("all-gather", ["data"]) == 0
+    weights = sum(x.size for x in jax.tree.leaves(program.params(program.init(0))))
+    assert facts.moved_by_axis()["data"] <= 4 * weights + 64

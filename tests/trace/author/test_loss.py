@@ -77,3 +77,24 @@ def test_a_loss_of_parameters_is_told_where_they_are() -> None:
 
     with pytest.raises(TypeError, match=r"`loss` takes \(params.*def loss\(model, batch\).*call it as model\(batch"):
         capture(nn.Dense(3), loss, X_SHAPE)
+
+
+def test_named_axes_are_not_needed() -> None:
+    class Norm(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.BatchNorm(use_running_average=False, axis_name="batch")(x)
+
+    def averaged(model: Any, x: Any) -> Any:
+        return jax.lax.pmean(model(x).mean(), "data")
+
+    for model, loss in ((Norm(), lambda model, x: model(x).mean()), (nn.Dense(3), averaged)):
+        with pytest.raises(ValueError, match=r"unbound axis name: (batch|data).*leave out BatchNorm\(axis_name=...\)"):
+            captured = capture(model, loss, X_SHAPE)
+            captured.apply(*captured.init(KEY), X, KEY, True)
+
+    def misspelt(model: Any, x: Any) -> Any:
+        return model(x).mean() + nothing  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
+
+    with pytest.raises(NameError, match="nothing"):
+        capture(nn.Dense(3), misspelt, X_SHAPE)
