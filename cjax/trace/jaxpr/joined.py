@@ -15,7 +15,7 @@ from cjax.jax_compat.core import Atom, Aval, Equation, Literal, Var, make_jaxpr
 from cjax.jax_compat.jaxprs import new_var, place_of
 from cjax.trace.jaxpr.evaluate import put_in_place
 from cjax.trace.jaxpr.primitives import goes_by_element, name_of
-from cjax.trace.jaxpr.view import variable_of
+from cjax.trace.jaxpr.view import standing_for, variable_of
 
 Parts = tuple[Atom, Atom]
 _TOGETHER: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {"reduce_max": lax.max, "reduce_sum": lax.add}
@@ -40,7 +40,7 @@ def kept_apart(eqns: Sequence[Equation], results: Iterable[Atom]) -> tuple[list[
         return list(eqns), {}
     env = _shifted_once(eqns)
     eqns = [_renamed(eqn, env) for eqn in eqns]
-    kept = {now(atom, env) for atom in results if not isinstance(atom, Literal)}
+    kept = {standing_for(atom, env) for atom in results if not isinstance(atom, Literal)}
     readers: dict[Var, list[Equation]] = {}
     for eqn in eqns:
         for atom in eqn.invars:
@@ -60,14 +60,7 @@ def kept_apart(eqns: Sequence[Equation], results: Iterable[Atom]) -> tuple[list[
 def _renamed(eqn: Equation, env: Mapping[Var, Atom]) -> Equation:
     if not any(not isinstance(atom, Literal) and atom in env for atom in eqn.invars):
         return eqn
-    return eqn.replace(invars=[now(atom, env) for atom in eqn.invars])
-
-
-def now(atom: Atom, env: Mapping[Var, Atom]) -> Atom:
-    """What stands for `atom`: what is in its place may have been replaced in turn."""
-    while not isinstance(atom, Literal) and atom in env:
-        atom = env[atom]
-    return atom
+    return eqn.replace(invars=[standing_for(atom, env) for atom in eqn.invars])
 
 
 def _adds_a_place(eqn: Equation) -> bool:
@@ -126,7 +119,7 @@ class _Region:
         """Appends what a member is of the parts; notes in `env` what stands for a result that is no longer joined."""
         (out,), name = eqn.outvars, name_of(eqn)
         if eqn is self._join:
-            left, right = (now(atom, env) for atom in eqn.invars)
+            left, right = (standing_for(atom, env) for atom in eqn.invars)
             self._parts[out] = left, right
         elif name in _TOGETHER:
             env[out] = self._reduced(eqn, eqns)
@@ -160,7 +153,7 @@ class _Region:
     def _part_of(self, atom: Atom, part: int, eqn: Equation, env: Mapping[Var, Atom], eqns: list[Equation]) -> Atom:
         if not isinstance(atom, Literal) and atom in self._parts:
             return self._parts[atom][part]
-        atom = now(atom, env)
+        atom = standing_for(atom, env)
         shape = np.shape(atom.val) if isinstance(atom, Literal) else atom.aval.shape
         if len(shape) <= self._dim or shape[self._dim] == 1:
             return atom

@@ -14,9 +14,10 @@ from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Pa
 from cjax.jax_compat.functions import called_within
 from cjax.jax_compat.jaxprs import NameStack, called_from, name_stack, names_its_operands, new_var, traceback_of
 from cjax.trace.jaxpr.fold import fold, literal
-from cjax.trace.jaxpr.joined import kept_apart, now
+from cjax.trace.jaxpr.joined import kept_apart
 from cjax.trace.jaxpr.primitives import FACTS, facts_of, having, name_of
 from cjax.trace.jaxpr.tracebacks import in_model, is_jax_alone
+from cjax.trace.jaxpr.view import standing_for
 
 _INLINED = {name: FACTS[name].body for name in having("inlined")}
 _REMATS = having("remat")
@@ -64,7 +65,7 @@ def replaced(env: Mapping[Var, Atom], atom: Atom) -> Atom:
 def _needed(eqns: Sequence[Equation], outvars: Sequence[Atom]) -> tuple[list[Equation], list[Atom]]:
     """The equations that results need, none of which joins what others take apart, and these results."""
     found, env = kept_apart(_drop_dead(eqns, outvars), outvars)
-    outvars = [now(atom, env) for atom in outvars]
+    outvars = [standing_for(atom, env) for atom in outvars]
     return (_drop_dead(found, outvars) if env else found), outvars
 
 

@@ -1,12 +1,12 @@
 """Equations as analyses read them: their bodies, and what loops and branches do with their operands."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from jax.typing import ArrayLike
 
-from cjax.jax_compat.core import ClosedJaxpr, Equation, Jaxpr, Literal, Var
+from cjax.jax_compat.core import Atom, ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from cjax.jax_compat.jaxprs import scan_tree_counts
 from cjax.trace.jaxpr.primitives import name_of
 
@@ -43,6 +43,17 @@ def opened(body: ClosedJaxpr | Jaxpr) -> Jaxpr:
 def consts_of(body: ClosedJaxpr | Jaxpr) -> Sequence[ArrayLike]:
     """The constants of a jaxpr; of an open one nobody knows any."""
     return body.consts if isinstance(body, ClosedJaxpr) else ()
+
+
+def standing_for(atom: Atom, instead: Mapping[Var, Atom]) -> Atom:
+    """What stands for `atom`: what is in its place may have been replaced in turn.
+
+    >>> standing_for("a", {"a": "b", "b": "c"})  # texts for variables
+    'c'
+    """
+    while not isinstance(atom, Literal) and atom in instead:
+        atom = instead[atom]
+    return atom
 
 
 def literal_of(eqn: Equation, place: int) -> Literal:

@@ -16,7 +16,7 @@ from cjax.trace.emit.emit import Hooks, layer_of
 from cjax.trace.jaxpr.cost import cost, equation_cost
 from cjax.trace.jaxpr.groups import variables
 from cjax.trace.jaxpr.primitives import name_of
-from cjax.trace.jaxpr.view import scan_of
+from cjax.trace.jaxpr.view import scan_of, standing_for
 from cjax.trace.layers.repeats import RepeatedLayers
 from cjax.trace.reading import Trace
 from cjax.trace.stages.counters import depends
@@ -207,7 +207,7 @@ def find_states(trace: Trace, stacks: Sequence[LayerStack]) -> States:
     casts = _casts(trace, stacks)
     # State keeps its own dtype, so under bfloat16 a cast follows the layers' result; without looking through it, their
     # state would seem to be made behind the stack, on another stage.
-    new, on = [_cast_from(var, casts) for var in _new_model_state(trace)], _depends(trace, stacks)
+    new, on = [standing_for(var, casts) for var in _new_model_state(trace)], _depends(trace, stacks)
     mine = {var: i for i, var in enumerate(new) if not isinstance(var, Literal) and on.get(var, NONE) & MADE_OF}
     layers = tuple(
         tuple((j, tuple(mine[v] for v in entry)) for j, entry in enumerate(stack.outputs) if set(entry) <= set(mine))
@@ -251,7 +251,7 @@ def torn_states(trace: Trace, stacks: Sequence[LayerStack]) -> list[str]:
     mine = {trace.closed.jaxpr.invars[at] for at in trace.leaves_of("model_state")}
     for k, stack in enumerate(stacks):
         # A layer may read its own state, as BatchNorm does to average: that is where it is kept up to date.
-        own = {entry for _, entry in stack.xs if {_cast_from(v, casts) for v in entry} <= mine}
+        own = {entry for _, entry in stack.xs if {standing_for(v, casts) for v in entry} <= mine}
         torn |= others((*stack.final, *stack.last_only, *(v for entry in stack.outputs for v in entry)), k)
         torn |= others((v for entry in stack.reads if entry not in own for v in entry), None)
     names = [trace.leaves[i].name for i in trace.leaves_of("model_state")]
@@ -263,12 +263,6 @@ def _casts(trace: Trace, stacks: Sequence[LayerStack]) -> dict[Var, Atom]:
     eqns = _items(trace, stacks)
     return {eqn.outvars[0]: eqn.invars[0] for eqn in eqns
             if not isinstance(eqn, RepeatedLayers) and name_of(eqn) == "convert_element_type"}  # fmt: skip
-
-
-def _cast_from(var: Atom, casts: Mapping[Var, Atom]) -> Atom:
-    while not isinstance(var, Literal) and var in casts:
-        var = casts[var]
-    return var
 
 
 def _new_model_state(trace: Trace) -> list[Atom]:
