@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from contract import (
+    SUBJECTS,
     assert_trained_alike,
     author,
     begun,
@@ -17,8 +18,9 @@ from contract import (
     program_of,
     subject,
 )
-from zoo import BATCH, MODELS
+from zoo import BATCH, MODELS, TEXT4, builder, case, nnx_next_token
 from zoo_linen import EMBED, SEQ, LinenDecoder
+from zoo_nnx import SinkLlama
 
 import cjax
 from cjax.trace.attention.positions import positions
@@ -26,6 +28,7 @@ from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
 
 ALL = os.environ.get("CJAX_TEST_ALL") == "1"
+SUBJECTS |= {"sinks": case("nnx", builder(SinkLlama), nnx_next_token, **TEXT4)}
 # Every mode, alone and with all that it can be combined with; in tests/sharding/attention, every kind of attention.
 PAIRS = [
     ("nnx_llama", "sequence=ring:4 zero=1/2"),
@@ -33,6 +36,7 @@ PAIRS = [
     ("linen_masked_mean", "sequence=ring:2 microbatches=2 zero=3"),
     ("nnx_llama", "sequence=all_to_all:2 zero=3"),
     ("linen_vit", "sequence=ring:4 zero=1/2"),  # 15 positions
+    ("sinks", "sequence=ring:4 zero=1"),
 ]
 MORE = [  # for the full product: other models under modes that the pairs above have, and these in grids and matrices
     ("linen_tied", "tensor=2d:4 sequence=ring:2"),
@@ -65,6 +69,11 @@ MORE = [  # for the full product: other models under modes that the pairs above 
     ("cjax_vit", "tensor=4 sequence=gather"),
     ("nnx_llama", "sequence=ring:8"),
     ("linen_vit", "sequence=all_to_all:2 microbatches=2 zero=3"),
+    ("sinks", "sequence=all_to_all:2 zero=3"),
+    ("sinks", "tensor=2 sequence=gather"),
+    ("sinks", "tensor=2 sequence=ring:2 remat=block"),
+    ("sinks", "sequence=ring:2 pipeline=1f1b:2 microbatches=2"),
+    ("sinks", "tensor=2d:4 sequence=ring:2"),
 ]
 EVERY_PAIR = [*PAIRS, *MORE]
 

@@ -106,12 +106,28 @@ class LlamaBlock(nnx.Module):
         v = jnp.einsum("bsd,dgk->bsgk", h, self.value[...])
         q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])  # [batch, seq, group, head in group, head_dim]
         scores = jnp.einsum("bqgnk,bsgk->bgnqs", q, k) * q.shape[-1] ** -0.5
-        causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-        weights = jax.nn.softmax(jnp.where(causal, scores, -1e9))
-        mixed = jnp.einsum("bgnqs,bsgk->bqgnk", weights, v).reshape(*x.shape[:2], HEADS, -1)
+        mixed = jnp.einsum("bgnqs,bsgk->bqgnk", self.weigh(scores), v).reshape(*x.shape[:2], HEADS, -1)
         x = x + jnp.einsum("bshk,hkd->bsd", mixed, self.out[...])
         h = self.norm2(x)
         return x + self.down(jax.nn.silu(self.gate(h)) * self.up(h))
+
+    def weigh(self, scores: jax.Array) -> jax.Array:
+        causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+        return jax.nn.softmax(jnp.where(causal, scores, -1e9))
+
+
+class SinkBlock(LlamaBlock):
+    """As gpt-oss: each head has a learned sink, and of two layers one sees a window alone."""
+
+    def __init__(self, embed: int, window: int, *, rngs: nnx.Rngs):
+        super().__init__(embed, rngs=rngs)
+        self.sinks, self.window = nnx.Param(rngs.params.normal((2, HEADS // 2))), window
+
+    def weigh(self, scores: jax.Array) -> jax.Array:
+        i, j = (jax.lax.broadcasted_iota(jnp.int32, scores.shape[-2:], dim) for dim in (0, 1))
+        scores = jnp.where((i >= j) & (i - j < self.window), scores, -jnp.inf)
+        sinks = jnp.broadcast_to(self.sinks[...][:, :, None, None].astype(scores.dtype), (*scores.shape[:-1], 1))
+        return jax.nn.softmax(jnp.concatenate([scores, sinks], -1))[..., :-1]
 
 
 class Llama(nnx.Module):
@@ -126,6 +142,12 @@ class Llama(nnx.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class SinkLlama(Llama):
+    def __init__(self, *, param_dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        super().__init__(param_dtype=param_dtype, rngs=rngs)
+        self.blocks = nnx.List([SinkBlock(EMBED, (4, SEQ)[number % 2], rngs=rngs) for number in range(4)])
 
 
 class NNXConvNet(nnx.Module):
