@@ -87,7 +87,7 @@ def test_tables_and_pictures_of_what_is_there(tmp_path: Path) -> None:
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------
-KEPT = Path(__file__).parents[2] / "docs" / "results" / "tensor_parallel-2026-11-28"
+KEPT = Path(__file__).parents[2] / "docs" / "results" / "tensor_parallel-2026-11-30"
 PAGE = KEPT.parents[1] / "choosing.md"
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 WAYS = ("tensor={}", "tensor={} sequence=gather", "sequence=all_to_all:{}", "sequence=ring:{}")
