@@ -22,8 +22,10 @@ from cjax.trace.jaxpr.view import variable_of
 class GridProducts:
     """Finds and evaluates the products that a layout spreads."""
 
-    def __init__(self, dims: Dims, layout: Layout, mesh: Mesh, lowering: Lowering | None, copies: Copies) -> None:
-        self._mesh, self._lowering, self._copies = mesh, lowering, copies
+    def __init__(
+        self, dims: Dims, layout: Layout, mesh: Mesh, lowering: Lowering | None, copies: Copies, waits: bool
+    ) -> None:
+        self._mesh, self._lowering, self._copies, self._waits = mesh, lowering, copies, waits
         self.find = Spreads(dims, layout).find
 
     def evaluate(self, group: Group[dict[int, Spread]], ins: list[Any], scope: Scope) -> list[jax.Array]:
@@ -47,7 +49,11 @@ class GridProducts:
         most = [max(sizes) for sizes in zip(*(x.shape for x in xs), strict=True)]
         x = jnp.pad(xs[0], [(0, n - size) for n, size in zip(most, xs[0].shape, strict=True)])
         ws = [_as_long_as(x, w, spread, len(lead)) for w, spread, lead in zip(ws, spreads, leads, strict=True)]
-        ys = multiply(x, ws, spreads, self._mesh, precision=group.eqns[0].params["precision"], leads=leads)
+        # Weights that stay where they are (`sequence=gather`) have gradients that take nothing but a matmul.
+        stay = all(spread.gather_w is None for spread in spreads)
+        waits = self._waits and stay and spreads[0].gather_x is not None
+        precision = group.eqns[0].params["precision"]
+        ys = multiply(x, ws, spreads, self._mesh, precision=precision, leads=leads, waits=waits)
         results = {}
         for eqn, y, spread, dtype in zip(group.eqns, ys, spreads, dtypes, strict=True):
             if weight_at(eqn, scope) == 0:

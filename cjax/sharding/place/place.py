@@ -112,7 +112,7 @@ class Placer(Hooks):
         self.unrolls, self.sums_ahead = unrolls, sums_ahead
         exchanges = sequence.size > 1 and sequence.mode == "all_to_all"
         self.copies = Copies(trace, layout, mesh, self._lowering is not None, exchanges)
-        self._products = GridProducts(trace.dims, layout, mesh, self._lowering, self.copies)
+        self._products = GridProducts(trace.dims, layout, mesh, self._lowering, self.copies, waits)
         self._own_rows = OwnRows(trace.dims, layout, mesh)
         self.lookups = Lookups(trace, layout, mesh, self._lowering, self.copies, self._own_rows)
         self.filled = Filled(trace, mesh)

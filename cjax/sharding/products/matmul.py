@@ -71,6 +71,7 @@ def multiply(
     steps: int | None = None,
     keep: bool = False,
     leads: Sequence[PartitionSpec] = (),
+    waits: bool = False,
 ) -> list[jax.Array]:
     """The products of `x` with each of `ws`; `x` is gathered once, and its gradients are summed before one scatter.
 
@@ -84,6 +85,8 @@ def multiply(
       keep: keep gathered operands for the backward pass, which then gathers nothing again.
       leads: of each of `ws` the placement of dims in front, on which each device has a copy of its own; none by
         default. Its gradient comes back on them, and is not summed.
+      waits: whether nobody reads the gradient of `x` before those of `ws` are made, which are multiplied while it is
+        scattered. Not with `keep`.
     """
     steps = _steps(x, ws, spreads, mesh) if steps is None else steps
     result = jnp.result_type(x, *ws)
@@ -101,6 +104,7 @@ def multiply(
         found = in_region(
             lambda x, *ws: products(x, own(ws)), (x, *ws), in_specs, out_specs, mesh, sums,
             differentiated=lambda x, *ws: products.differentiated(x, own(ws)), as_is=True,
+            waits=waits,
         )  # fmt: skip
         return [y.astype(result) for y in found]
     assert not any(leads), "copies are not gathered"

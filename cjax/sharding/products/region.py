@@ -28,6 +28,7 @@ def in_region(
     alone: bool = False,
     differentiated: Callable[..., list[jax.Array]] | None = None,
     as_is: bool = False,
+    waits: bool = False,
 ) -> list[jax.Array]:
     """The results of `function` on each device's shards.
 
@@ -43,6 +44,8 @@ def in_region(
         products that have a rule of their own. The forward pass has plain ones, by which policies know what to save.
       alone: leave no axis of the mesh to the compiler. Along those that nobody names, all devices do the same.
       as_is: whether devices' shares are added up in their own dtype; in float32 otherwise, if they are of less.
+      waits: whether nobody reads the gradient of one operand before those of the others are made, which are computed
+        while it is on its way.
     """
     context = jax.sharding.get_abstract_mesh()
     manual = set(context.manual_axes)
@@ -92,6 +95,7 @@ def in_region(
 
         given, specs = [grads[i] for i in there], [outs[i] for i in there]
         found = run(inside, (operands, given), (ins, specs), [_lead(axes, ins[i]) for i in real])
+        found = lax.optimization_barrier(found) if waits else found
         by_operand = {i: total(grad) for i, grad in zip(real, found, strict=True)}
         return tuple(by_operand.get(i) for i in range(len(operands)))
 

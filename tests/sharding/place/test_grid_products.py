@@ -6,12 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from contract import trace_of
 from flax import nnx
 from jax.extend import core as jex
 
-from cjax.mesh import build_mesh
+import cjax
+from cjax.audit import audit
+from cjax.mesh import build_mesh, compile_lowered
+from cjax.models import GPT, gpt
+from cjax.models import loss as next_token
 from cjax.plan import Plan
 from cjax.plan import Sequence as SequencePlan
 from cjax.planner.reading.stretches import stretches
@@ -34,7 +39,7 @@ def found_in(trace: Trace, tensor: str, low: bool = False) -> tuple[GridProducts
     sizes = Plan.parse(f"tensor={tensor}").resolve(8).axis_sizes()
     mesh, layout = build_mesh(sizes, jax.devices()), make_layout(trace, sizes, {})
     lowering = Lowering(trace.closed, LOWS["bfloat16"]) if low else None
-    products = GridProducts(trace.dims, layout, mesh, lowering, Copies(trace, layout, mesh, low))
+    products = GridProducts(trace.dims, layout, mesh, lowering, Copies(trace, layout, mesh, low), True)
     jaxpr = trace.closed.jaxpr
     return products, products.find(jaxpr.eqns, jaxpr.outvars, trace.dims.top)
 
@@ -80,7 +85,7 @@ def test_there_are_none_without_a_grid() -> None:
     trace = trace_of("nnx_llama")
     layout = make_layout(trace, {"data": 2, "tensor": 4}, {})
     mesh, jaxpr = build_mesh({"data": 2, "tensor": 4}, jax.devices()), trace.closed.jaxpr
-    products = GridProducts(trace.dims, layout, mesh, None, Copies(trace, layout, mesh))
+    products = GridProducts(trace.dims, layout, mesh, None, Copies(trace, layout, mesh), True)
     assert not products.find(jaxpr.eqns, jaxpr.outvars, trace.dims.top)
 
 
@@ -187,3 +192,20 @@ def test_positions_that_do_not_divide_are_spread() -> None:
     moves = [spread for some in lists for group in spreads.find(*some) for spread in group.of.values()]
     assert [bool(spread.gather_x) for spread in moves].count(True) == 4
     assert [bool(spread.scatter_y) for spread in moves].count(True) == 2
+
+
+@pytest.mark.aot
+def test_what_positions_scatter_is_hidden_under_the_gradients_of_weights() -> None:
+    """Of `sequence=gather`, an input's gradient; and the input that these are of is gathered beside other products."""
+    config = gpt("gpt-mini", num_layers=2, embed_dim=4096, num_heads=32, mlp_dim=16384, vocab_size=512, context=2048)
+    tokens = jax.ShapeDtypeStruct((4, 2048), jnp.int32)
+    program = cjax.parallelize(
+        lambda rngs: GPT(config, rngs=rngs), next_token, optax.sgd(0.1), {"inputs": tokens, "targets": tokens},
+        "tensor=4 sequence=gather precision=bfloat16", devices="h100:4",
+    )  # fmt: skip
+    facts = audit(compile_lowered(program.lower(), list(program.mesh.devices.flat)), program.mesh)
+    back = [c for c in facts.collectives if "transpose(jvp" in c.op_name and c.bytes > 2**24]
+    scattered = [c for c in back if c.kind == "reduce-scatter"]
+    least = 2 * tokens.size * config.embed_dim**2 / 4  # the smallest weight's
+    assert len(scattered) == 2 and all(c.is_async and c.overlap_flops >= least for c in scattered)
+    assert sum(c.overlap_flops >= least for c in back if c.kind == "all-gather") >= 1
