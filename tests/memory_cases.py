@@ -263,6 +263,7 @@ def _cases() -> list[Case]:
         ("gpt2-medium b32", lambda: gpt("gpt2-medium", 32), "a100:4", [
             "data=2 tensor=2 precision=bfloat16", "microbatches=4 zero=1 precision=bfloat16", "zero=2",
             "microbatches=2 zero=3 precision=bfloat16", "zero=3 precision=bfloat16 remat=dots",
+            "microbatches=2 zero=1 precision=bfloat16",
             "data=2 tensor=2 sequence=gather zero=1 microbatches=2 precision=bfloat16", "tensor=4",
         ]),
         ("gpt2-xl b64", lambda: gpt("gpt2-xl", 64), "h100:8", [

@@ -364,20 +364,23 @@ class _Parts:
         def turn(at: int) -> Any:
             return jax.tree.map(lambda x: x[at], turns)
 
+        def behind(sums: Any, at: int) -> Any:
+            # A forward pass reads no sums: XLA would compute it in front of the backward pass before it, beside which
+            # it has more to hide transfers under, and keep what both save.
+            return lax.optimization_barrier((sums, turn(at)))
+
         if early or num == 1:  # of a single turn, a loop would keep the sums that it adds nothing to
             sums, gathered = one(params, sums, turn(0), is_first=early, is_last=late and num == 1)
             whole = dict(zip(sorted(self.in_parts), gathered, strict=True))
             params = tuple(whole.get(i, p) for i, p in enumerate(params))
         start, stop = int(early or num == 1), num - late
         if stop - start == 1:
-            sums, _ = one(params, sums, turn(start))
+            sums, _ = one(params, *behind(sums, start))
         elif stop > start:
             left = jax.tree.map(lambda x: x[start:stop], turns)
             sums, _ = lax.scan(lambda sums, x: (one(params, sums, x)[0], None), sums, left)
         if late and num > 1:
-            # The last forward pass reads no sums: XLA would compute it in front of the others, and keep what it saves.
-            _, last = lax.optimization_barrier((sums[1], turn(num - 1)))
-            sums, _ = one(params, sums, last, is_last=True)
+            sums, _ = one(params, *behind(sums, num - 1), is_last=True)
         return sums
 
 

@@ -208,15 +208,18 @@ def test_layers_that_work_in_their_turn_change_nothing(parts: int, in_parts: tup
     assert_same(given, wanted)
 
 
-def test_the_last_part_waits_for_the_others() -> None:
-    """Its rows come behind the totals of those before it; its forward pass would else be free to come first."""
+@pytest.mark.parametrize(("num", "times"), [(2, 2), (4, 1)])
+def test_a_part_waits_for_the_one_before_it(num: int, times: int) -> None:
+    """Its rows come behind the gradients of those before it; its forward pass would else be free to come first."""
     (weights,) = STACK
     how = reduction(weights.shape, PartitionSpec(None, None, None), PartitionSpec(None, AXES, None), AXES, MESH)
-    run = locally_accumulated(layered, DTYPES[:1], 4, AXES, [how], MESH, identity, stacks={0: weights.shape})
+    run = locally_accumulated(layered, DTYPES[:1], num, AXES, [how], MESH, identity, stacks={0: weights.shape})
     jaxpr = jax.make_jaxpr(run)(STACK, (), (), ROWS_OF_IT, KEY, None)
-    (waits,) = [eqn for eqn in every_equation(jaxpr.jaxpr) if name_of(eqn) == "optimization_barrier"]
-    shapes = [var.aval.shape for var in waits.invars]
-    assert () in shapes and (1, 4) in shapes, "a total, and the one row that a device has of it"
+    barriers = [eqn for eqn in every_equation(jaxpr.jaxpr) if name_of(eqn) == "optimization_barrier"]
+    assert len(barriers) == times, "of parts in a loop none"
+    for waits in barriers:
+        shapes = [var.aval.shape for var in waits.invars]
+        assert weights.shape in shapes and (4 // num, 4) in shapes, "gradients, and the rows that a device has of it"
 
 
 # -- denominators of the whole batch ----------------------------------------------------------------------------------

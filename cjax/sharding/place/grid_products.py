@@ -1,6 +1,7 @@
 """The matmuls of a trace that a layout spreads, evaluated by `cjax.sharding.products.matmul`."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -49,11 +50,8 @@ class GridProducts:
         most = [max(sizes) for sizes in zip(*(x.shape for x in xs), strict=True)]
         x = jnp.pad(xs[0], [(0, n - size) for n, size in zip(most, xs[0].shape, strict=True)])
         ws = [_as_long_as(x, w, spread, len(lead)) for w, spread, lead in zip(ws, spreads, leads, strict=True)]
-        # Weights that stay where they are (`sequence=gather`) have gradients that take nothing but a matmul.
-        stay = all(spread.gather_w is None for spread in spreads)
-        waits = self._waits and stay and spreads[0].gather_x is not None
         precision = group.eqns[0].params["precision"]
-        ys = multiply(x, ws, spreads, self._mesh, precision=precision, leads=leads, waits=waits)
+        ys = multiply(x, ws, spreads, self._mesh, precision=precision, leads=leads, waits=self._hides(spreads))
         results = {}
         for eqn, y, spread, dtype in zip(group.eqns, ys, spreads, dtypes, strict=True):
             if weight_at(eqn, scope) == 0:
@@ -63,6 +61,15 @@ class GridProducts:
             # A product may be a sum over pieces of its operands. Layers save this result, not each piece's.
             results[out] = saved(y[tuple(slice(size) for size in out.aval.shape)].astype(dtype))
         return [results[var] for var in group.outs]
+
+    def _hides(self, spreads: Sequence[Spread]) -> bool:
+        """Whether an input's gradient is to wait for those of the weights: these take a matmul and nothing else, neither
+        a scatter, as in a grid, nor a sum over devices that have other rows, which would be waited for as well."""
+        own = spreads[0].gather_x
+        stay = own is not None and all(spread.gather_w is None for spread in spreads)
+        axes = {axis for entry in spreads[0].x for axis in axes_of_entry(entry)}
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return self._waits and stay and own is not None and axes.difference(manual) == {own.axis}
 
     def _padded(self, x: jax.Array, w: jax.Array, spread: Spread, lead: int) -> tuple[jax.Array, jax.Array]:
         """Operands with zeros added so that every axis divides its dim; the batch does already, and so do the `lead`

@@ -209,3 +209,22 @@ def test_what_positions_scatter_is_hidden_under_the_gradients_of_weights() -> No
     least = 2 * tokens.size * config.embed_dim**2 / 4  # the smallest weight's
     assert len(scattered) == 2 and all(c.is_async and c.overlap_flops >= least for c in scattered)
     assert sum(c.overlap_flops >= least for c in back if c.kind == "all-gather") >= 1
+
+
+@pytest.mark.parametrize(
+    ("num", "plan", "waits"),
+    [
+        (2, "tensor=2 sequence=gather", True),
+        (4, "data=2 tensor=2 sequence=gather", False),  # weights' gradients are sums over devices themselves
+        (4, "pipeline=1f1b:2 microbatches=2 tensor=2 sequence=gather", True),
+        (4, "pipeline=zero_bubble:2 microbatches=2 tensor=2 sequence=gather", False),  # which makes them when it likes
+        (4, "tensor=2d:4", False),
+    ],
+)
+def test_an_inputs_gradient_waits_for_those_of_weights_that_stay(num: int, plan: str, waits: bool) -> None:
+    config, tokens = gpt("gpt-mini", num_layers=2), jax.ShapeDtypeStruct((4, 16), jnp.int32)
+    program = cjax.parallelize(
+        lambda rngs: GPT(config, rngs=rngs), next_token, optax.sgd(0.1), {"inputs": tokens, "targets": tokens}, plan,
+        devices=jax.devices()[:num],
+    )  # fmt: skip
+    assert ("optimization_barrier" in program.lower().as_text()) is waits
