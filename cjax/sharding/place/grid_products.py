@@ -63,8 +63,8 @@ class GridProducts:
         return [results[var] for var in group.outs]
 
     def _hides(self, spreads: Sequence[Spread]) -> bool:
-        """Whether an input's gradient is to wait for those of the weights: these take a matmul and nothing else, neither
-        a scatter, as in a grid, nor a sum over devices that have other rows, which would be waited for as well."""
+        """Whether an input's gradient is to wait for those of the weights: these take a matmul and nothing else, no
+        scatter as in a grid, and no sum over devices that have other rows, which would be waited for as well."""
         own = spreads[0].gather_x
         stay = own is not None and all(spread.gather_w is None for spread in spreads)
         axes = {axis for entry in spreads[0].x for axis in axes_of_entry(entry)}
