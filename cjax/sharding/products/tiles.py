@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from numpy.typing import ArrayLike
 
 from cjax.jax_compat.core import Params
 from cjax.jax_compat.kernels import TILE, by_group, is_hopper, of_groups
@@ -26,7 +25,7 @@ from cjax.jax_compat.kernels import TILE, by_group, is_hopper, of_groups
 SLOWER = 1.2
 
 
-def suits(*dims: ArrayLike) -> np.ndarray:
+def suits(*dims: float | Sequence[float] | np.ndarray) -> np.ndarray:
     """Whether the kernels multiply so many rows, from and to these numbers of features; of arrays each.
 
     >>> suits([4096, 4096, 16], [1024, 1000, 1024], 3584).tolist()
