@@ -5,6 +5,7 @@ than there are keys, which no axis divides, and the numbers in the last place se
 of the maximum and one of the sum, and all else is a softmax of scores.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 import jax
@@ -47,7 +48,11 @@ def kept_apart(eqns: Sequence[Equation], results: Iterable[Atom]) -> tuple[list[
             if not isinstance(atom, Literal):
                 readers.setdefault(atom, []).append(eqn)
     regions = [_Region(eqn) for eqn in eqns if _adds_a_place(eqn)]
-    closed = {number: region for region in regions if region.closes(readers, kept) for number in region.members}
+    regions = [region for region in regions if region.closes(readers, kept)]
+    # What reads two joins at once is left as it is, and both with it.
+    held = Counter(number for region in regions for number in region.members)
+    alone = [region for region in regions if all(held[number] == 1 for number in region.members)]
+    closed = {number: region for region in alone for number in region.members}
     found: list[Equation] = []
     for eqn in eqns:
         if id(eqn) in closed:

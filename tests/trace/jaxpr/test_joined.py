@@ -64,6 +64,7 @@ JOINED: dict[str, Callable[[Any, Any], Any]] = {
     "in a row": lambda x, one: jnp.cumsum(softmax(joined(x, one)), -1)[..., :-1],
     "summed over rows": lambda x, one: (lambda w: (w / w.sum(1, keepdims=True))[..., :-1])(softmax(joined(x, one))),
     "no sum": lambda x, one: (joined(x, one) * 2)[..., :-1],
+    "two joins": lambda x, one: softmax(joined(x, one) + joined(2 * x, one))[..., :-1],
     "two more": lambda x, one: softmax(jnp.concatenate([x, one, one], -1))[..., :-2],
 }
 
