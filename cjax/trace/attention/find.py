@@ -98,8 +98,8 @@ class Attention:
 
     @property
     def divides_by_sum(self) -> bool:
-        """Whether the divisor is the sum of the exponentials and no more."""
-        return self.origin(self.divisor).var is self.total.var
+        """Whether weights are exponentials divided by their sum, and by no more."""
+        return not self.multiplies and self.origin(self.divisor).var is self.total.var
 
     def label(self, role: str) -> int:
         """The one label of the query's or the key's position."""
@@ -203,12 +203,13 @@ class _Builder:
         stops = {nodes[name] for name in ("scores", "exps", "total", "weights")} | {row_nodes.get("maximum")}
         for name in ("logits", "masked", "terms", "numerator", "divisor", "dropped"):
             self._demand(nodes[name], stops)
-        self._require_shift(nodes, row_nodes, stops)
+        multiplies = name_of(division) == "mul"
+        self._require_shift(nodes, row_nodes, stops, multiplies)
         leaves = tuple(self.leaves)
         return Attention(
             query=query, key=key, value=value, out=out, **nodes, maximum=row_nodes.get("maximum"),
             shift=row_nodes.get("shift"), leaves=leaves, steps=self.steps, sources=self.sources, sizes=walk.sizes,
-            roles=self._roles(query), multiplies=name_of(division) == "mul",
+            roles=self._roles(query), multiplies=multiplies,
             scores_eqn=walk.start, key_first=bool(by_name["key_side"] == 0), out_eqn=final,
             group=self._group([query, key, value, *leaves]),
         )  # fmt: skip
@@ -307,9 +308,12 @@ class _Builder:
             if each is not None:
                 self._demand(each, stops)
 
-    def _require_shift(self, nodes: Mapping[str, Node], rows: Mapping[str, Node], stops: set[Node | None]) -> None:
+    def _require_shift(
+        self, nodes: Mapping[str, Node], rows: Mapping[str, Node], stops: set[Node | None], multiplies: bool
+    ) -> None:
         """Whether exponentials may be taken relative to another number than the author's, a maximum of some keys."""
-        is_sum = _origin(nodes["divisor"], self.steps).var is nodes["total"].var
+        divisor = _origin(nodes["divisor"], self.steps)
+        is_sum = not multiplies and divisor.var is nodes["total"].var
         if "shift" not in rows:
             if "maximum" in rows and not is_sum:
                 raise Miss("its divisor reads a maximum that was not taken off its exponents")
@@ -324,7 +328,11 @@ class _Builder:
         ends = set[Node]() if self.walk.stops_masked else {maximum}
         if not self._leads(shift, ends | set(self.leaves)) and not self._leads(nodes["divisor"], ends):
             return
-        cancels = self._cancels(nodes["divisor"], nodes["total"], _origin(shift, self.steps), maximum)
+        by: Node | None = divisor
+        if multiplies:  # with a reciprocal, or nothing cancels
+            eqn, read = self.steps.get(divisor, (self.walk.start, ()))
+            by = read[1] if name_of(eqn) == "div" and read[0] is None else None
+        cancels = by is not None and self._cancels(by, nodes["total"], _origin(shift, self.steps), maximum)
         if not (of_sum and of_numerator and cancels):
             raise Miss(
                 "its divisor is not the sum of its exponentials alone, gradient and all, and the maximum that was "
@@ -347,8 +355,6 @@ class _Builder:
             return node.var is total.var
         eqn, read = self.steps[node]
         name, below = name_of(eqn), [one for one in read if one is not None]
-        if name == "div" and read[0] is None and len(below) == 1:  # by which weights are multiplied
-            return self._cancels(below[0], total, shift, maximum)
         if name == "add" and len(below) == 2:
             return all(self._cancels(one, total, shift, maximum) for one in below)
         if name != "exp":

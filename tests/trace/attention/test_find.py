@@ -175,6 +175,8 @@ ANYTHING = {
     "of another number": lambda x, m: x + jnp.exp(1 - 2 * m),
     "one without a gradient": lambda x, m: x + STOP(jnp.exp(-m)),
     "twice the maximum": lambda x, m: x + jnp.exp(m - m),
+    "its reciprocal": lambda x, m: 1 / x,
+    "its reciprocal as well": lambda x, m: x + 1 / x,
 }
 
 
@@ -202,6 +204,19 @@ def test_a_gradient_that_is_stopped_halfway_does_not_cancel() -> None:
         assert not found
         (one,), reasons = found_in(normalised(STOP, **options), Q, Q, Q)
         assert not reasons and one.divides_by_sum
+
+
+def test_weights_that_are_multiplied_with_the_sum() -> None:
+    def function(q: Any, k: Any, v: Any, by: Any, shift: Any) -> Any:
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+        exps = jnp.exp(scores - shift(scores.max(-1, keepdims=True)))
+        return jnp.einsum("bhqk,bkhd->bqhd", exps * by(exps.sum(-1, keepdims=True)), v)
+
+    for by, cancels in ((lambda x: x, False), (lambda x: 1 / x, True), (lambda x: 1 / (1 / x), False)):
+        found, _ = found_in(lambda q, k, v, by=by: function(q, k, v, by, lambda most: most), Q, Q, Q)
+        assert bool(found) == cancels
+        (one,), _ = found_in(lambda q, k, v, by=by: function(q, k, v, by, STOP), Q, Q, Q)
+        assert one.multiplies and not one.divides_by_sum
 
 
 def test_a_divisor_without_a_maximum() -> None:
