@@ -13,6 +13,7 @@ from cjax.checkpoint import Rows
 from cjax.mesh import compiler_options
 from cjax.planner.homes import Kind
 from cjax.program.composed import Composed
+from cjax.program.hyperparams import warn_of_others
 from cjax.program.keep import check_fits, load_slot, members, put, store_leaves, store_members
 from cjax.program.leaves import NAMES, awaited_trees, pending_trees, pieces_of, spread_trees
 from cjax.program.state import Shelves, State, check_alive
@@ -123,7 +124,10 @@ def restored(composed: Composed, source: State | str | Path) -> State:
     walks = composed.walker is not None
     if not isinstance(source, State):
         later = tuple(NAMES.values()) if walks else ()
-        return state_from(composed, checkpoint.restore(source, shapes_of(composed), unread, later)[0], gives_up=True)
+        arrays, _ = checkpoint.restore(source, shapes_of(composed), unread, later)
+        if composed.given.optimizer:
+            warn_of_others(composed.given.optimizer, composed.source.capture.params_shape, arrays["opt_state"])
+        return state_from(composed, arrays, gives_up=True)
     check_alive(source)
     if walks and not walking_of(composed).has_place_of(source):
         arrays = pending_trees(source) | trees_of(source, "carried") | _small(source)
