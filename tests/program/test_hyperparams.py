@@ -24,6 +24,7 @@ def test_whoever_restores_with_another_rate_is_told_how_to_have_it(
 ) -> None:
     program = make("data=4 tensor=2 zero=1", optimizer=injected(1e-2, within))
     state, _ = program.step(program.init(0), rows())
+    state, _ = program.step(state, rows())  # with less decay
     program.save(tmp_path / "one", state)
     program.restore(tmp_path / "one")
     assert not caplog.records
