@@ -151,7 +151,11 @@ class Train:
         # Once more, with the options of the run in place of the usual ones: what is typed now still wins.
         file = Path(options.resume) / "options.json"
         if not file.is_file():
-            raise FileNotFoundError(f"{options.resume} is not the folder of a run: there is no {file}")
+            hint = f"; what cjax.train.fit began goes on with fit(..., folder={options.resume!r}, resume=True)"
+            raise FileNotFoundError(
+                f"{options.resume} is not the folder of a run of cjax train: there is no {file}"
+                + (hint if (file.parent / "checkpoints").is_dir() else "")
+            )
         return tyro.cli(Train, args=arguments, prog="cjax train", default=_read_options(file))
 
     def run(self) -> int:

@@ -21,6 +21,7 @@ from cjax.program.program import Program
 from cjax.report import Explained, Ranked, Ranking, Report
 from cjax.trace.author.capture import capture
 from cjax.trace.source import TraceSource
+from cjax.tree import kind_of
 
 MOST_DEVICES = 1024  # that a search goes up to where nobody says how many
 SPARE = 4  # times as many plans are at hand as are to be compiled: some may turn out not to work
@@ -85,6 +86,7 @@ def plans(
       price: dollars for an hour of one device, if not the cluster's.
 
     Raises:
+      TypeError: neither a program nor such a tuple.
       ValueError: an unknown objective or card; rows that nothing can share; no plan that fits, with the leanest and how
         many devices it takes until one does.
 
@@ -95,6 +97,7 @@ def plans(
     >>> found.best.num_devices, found.best.bytes < found.best.limit
     (8, True)
     """
+    _check_call(program_or_call)
     check_objective(objective)
     _check_numbers(top, verify, price)
     if not isinstance(plan, str) or not is_auto(plan):
@@ -122,14 +125,20 @@ def _check_numbers(top: Any, verify: Any, price: Any) -> None:
         raise ValueError(f"price={price!r}: it is dollars for an hour of one device, more than 0")
 
 
+def _check_call(program_or_call: Any) -> None:
+    if isinstance(program_or_call, Program) or (isinstance(program_or_call, tuple) and len(program_or_call) == 4):
+        return
+    raise TypeError(
+        "plans takes a Program, or in one tuple what parallelize takes: plans((model, loss, optimizer, batch), ...), "
+        f"not {kind_of(program_or_call)}"
+    )
+
+
 def _given(program_or_call: Any) -> tuple[Given, Sequence[Device] | None]:
     """What the user gave, and the devices of a program."""
     if isinstance(program_or_call, Program):
         return program_or_call._composed.given, list(program_or_call.mesh.devices.flat)
-    if not isinstance(program_or_call, tuple) or len(program_or_call) != 4:
-        raise TypeError(
-            f"plans takes a Program, or (model, loss, optimizer, batch) as parallelize does, not {program_or_call!r}"
-        )
+    _check_call(program_or_call)
     model, loss, optimizer, batch = program_or_call
     shape = batch_structs(batch)
     return Given(TraceSource(capture(model, loss, batch, None), shape), optimizer), None

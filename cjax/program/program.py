@@ -29,7 +29,7 @@ from cjax.program.memory import OutOfMemory, alternatives
 from cjax.program.saving import arrays_of, of_model, ready_model, restored, shapes_of, state_from, to_save, trees_of
 from cjax.program.scores import is_one
 from cjax.program.starting import Starter, make_key, must_run
-from cjax.program.state import State, check_alive
+from cjax.program.state import State, check_alive, not_pickled
 from cjax.program.steps import gradient_inputs, make_step, make_update
 from cjax.program.texts import Step, Texts
 from cjax.program.verify import check_plan, told, verify
@@ -69,6 +69,8 @@ class Program:
         self._texts: dict[Step, Texts] = {}
         self.plan, self.mesh, self.loss_scale = composed.plan, composed.mesh, composed.scaling
         self.verified: Check | str | None = None
+
+    __reduce__ = not_pickled
 
     def __repr__(self) -> str:
         return f"Program({str(self.plan)!r}, {self.mesh.size} x {self.mesh.devices.flat[0].device_kind})"
@@ -383,15 +385,8 @@ class Program:
         if isinstance(plans, str | Plan) or not isinstance(plans, Iterable):
             first = str(plans) if isinstance(plans, str | Plan) else "data=8"
             raise TypeError(f"compare takes several plans: compare([{first!r}, ...])")
-        rows = []
-        for plan in plans:
-            outcome = self._try(str(plan))
-            rows.append(
-                Candidate(str(plan), report=outcome)
-                if isinstance(outcome, Report)
-                else Candidate(str(plan), reason=outcome)
-            )
-        return Comparison(rows)
+        rows = [(str(plan), self._try(str(plan))) for plan in plans]
+        return Comparison([Candidate(p, o) if isinstance(o, Report) else Candidate(p, reason=o) for p, o in rows])
 
     def _try(self, plan: str) -> Report | str:
         try:

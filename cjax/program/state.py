@@ -1,8 +1,9 @@
 """The state of a training run: all that changes from step to step."""
 
+import copy
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,19 @@ class Shelves:
 
     def __iter__(self) -> Any:
         return iter((self.params, self.frozen, self.opt, self.model_state))
+
+
+def not_pickled(self: object) -> NoReturn:
+    """The `__reduce__` of what belongs to the devices of one process.
+
+    Raises:
+      TypeError: always, with what to do in its place.
+    """
+    raise TypeError(
+        f"a {type(self).__name__} belongs to the devices of this process and can't be pickled. To keep a state: "
+        "program.save(path, state), or for another library program.params(state), whose arrays jax.device_get makes "
+        "NumPy's. In the other process: program = cjax.parallelize(...), state = program.restore(path)"
+    )
 
 
 @functools.partial(
@@ -83,6 +97,14 @@ class State:
         found = [node for node in jax.tree.leaves(places, is_leaf=is_one) if is_one(node)]
         arrays = iter(_leaf_loader(self._shelves, tuple(jax.tree.leaves(found)))(self._opt))
         return jax.tree.map(lambda _: next(arrays), found)
+
+    __reduce__ = not_pickled
+
+    def __copy__(self) -> "State":
+        return jax.tree.map(lambda x: x, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "State":
+        return jax.tree.map(functools.partial(copy.deepcopy, memo=memo), self)
 
     def _check_whole(self) -> None:
         """Raises if a part of it, that is not in its arrays, is not its own."""

@@ -197,6 +197,12 @@ def test_what_was_named_from_where_one_stood_is_found_from_elsewhere(tmp_path: P
     assert kept["folder"] is None and kept["resume"] is None
 
 
+def test_a_run_of_fit_is_resumed_by_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    assert main(["train", "--resume", str(tmp_path)]) == 1
+    assert f"fit(..., folder={str(tmp_path)!r}, resume=True)" in capsys.readouterr().err
+
+
 @pytest.mark.full("arguments0-the names are gpt-mini")
 @pytest.mark.parametrize(
     "arguments, message",
@@ -207,7 +213,10 @@ def test_what_was_named_from_where_one_stood_is_found_from_elsewhere(tmp_path: P
         (["--plan", "tensro=2"], "tensor"),
         (["--plan", "tensor=3"], "3"),
         (["--seq", "300"], "context of 64"),
-        (["--resume", "nowhere"], "nowhere is not the folder of a run"),
+        (
+            ["--resume", "nowhere"],
+            "nowhere is not the folder of a run of cjax train: .*json$",
+        ),
         (["--batch", "10000000"], "Take a smaller batch"),
         (["--learning-rate", "-1"], "--learning-rate -1.0: it is above 0"),
         (["--learning-rate", "nan"], "--learning-rate nan: it is above 0"),

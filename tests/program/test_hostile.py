@@ -1,5 +1,7 @@
 """What is no batch, no state, no path and no plan, handed to each method: an answer that says what to give."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 
 import cjax
 
-from .conftest import make, refusal, rows
+from .conftest import Net, assert_same, loss, make, on_host, refusal, rows
 
 Call = Callable[[cjax.Program, cjax.State, Path], Any]
 CASES: dict[str, tuple[Call, type[Exception], str]] = {
@@ -34,6 +36,11 @@ CASES: dict[str, tuple[Call, type[Exception], str]] = {
     "other arrays": (lambda p, s, d: p.from_arrays({"params": {}}), ValueError, "a dict of params: give"),
     "one plan": (lambda p, s, d: p.compare(None), TypeError, "compare(["),
     "no class": (lambda p, s, d: s.find_opt_states("adam"), TypeError, "optax.ScaleByAdamState"),
+    "a pickled program": (lambda p, s, d: pickle.dumps(p), TypeError, "program.save(path, state)"),
+    "a pickled state": (lambda p, s, d: pickle.dumps({"state": s}), TypeError, "a State belongs to the devices"),
+    "plans of four": (
+        lambda p, s, d: cjax.plans(Net(), loss, p, rows()), TypeError, "plans((model, loss, optimizer, batch), ...)",
+    ),
     "devices as text": (lambda p, s, d: cjax.simulate("8"), TypeError, "such as 8, not '8'"),
     "too many devices": (lambda p, s, d: cjax.simulate(10**12), ValueError, "4096"),
     "steps as text": (lambda p, s, d: keeper(d).save("5", {"w": np.ones(1)}, {}), ValueError, "not '5'"),
@@ -61,3 +68,13 @@ def test_it_is_said_what_to_give(program: cjax.Program, name: str, tmp_path: Pat
     message = refusal(lambda: call(program, state, tmp_path), error)
     assert said in message, message
     program.params(state)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_state_can_be_copied(program: cjax.Program, copied: Callable[[cjax.State], cjax.State]) -> None:
+    state = program.init(0)
+    again = copied(state)
+    before = on_host(program.params(again))
+    if copied is copy.deepcopy:  # an array of its own, which outlives the state
+        program.step(state, rows())
+    assert_same(on_host(program.params(again)), before, 0)
