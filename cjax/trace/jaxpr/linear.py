@@ -86,6 +86,12 @@ def _results(eqn: Equation, ins: list[bool], harmless: list[bool]) -> list[bool]
         return all_outs
     if facts.body:
         return _marks(params[facts.body], ins, harmless)
+    if name == "custom_linear_solve":
+        # Constants of four functions come first; only the one that solves is evaluated.
+        of = params["const_lengths"]
+        first = of.matvec + of.vecmat
+        mine = [*range(first, first + of.solve), *range(sum(of), len(ins))]
+        return _marks(params["jaxprs"].solve, [ins[i] for i in mine], [harmless[i] for i in mine])
     if name == "cond" and not ins[0]:
         view = cond_of(eqn)
         found = [_marks(branch, view.given(ins), view.given(harmless)) for branch in view.branches]

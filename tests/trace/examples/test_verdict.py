@@ -179,6 +179,11 @@ def written_beside_the_rows(p, b):
     return ((marks * b["x"][:, :4]) @ p["v"]).mean()
 
 
+def volume(p, b):
+    """As of a flow: how a square of weights stretches space."""
+    return mse(p, b) - jnp.linalg.slogdet(p["w"] @ p["w"].T + jnp.eye(DIM))[1]
+
+
 MEANS = [
     mse,
     indexed,
@@ -191,7 +196,7 @@ MEANS = [
     vmapped,
     in_remat,
 ]
-MEANS += [two_views, scaled_by_a_scalar, weighted_ones, mean_of_sums, sum_then_mean, by_rank_within_a_row]
+MEANS += [two_views, scaled_by_a_scalar, weighted_ones, mean_of_sums, sum_then_mean, by_rank_within_a_row, volume]
 RATIOS = [masked_by_where, masked_and_guarded, masked_with_epsilon, normalised_weights, where_guard, ratio_and_decay]
 RATIOS += [hidden_by_rank_within_a_row]
 

@@ -21,6 +21,7 @@ LINEAR = {
     "scattered": lambda x, g: jnp.zeros((4, 3)).at[jnp.array([1, 3])].add(g),
     "summed in a loop": lambda x, g: lax.scan(lambda c, r: (c + r, c * 2), jnp.zeros(3), g),
     "in a branch": lambda x, g: lax.cond(x[0, 0] > 0, lambda g: g * 2, lambda g: -g, g),
+    "solved": lambda x, g: jnp.linalg.solve(x[:, :2], g),
     "nothing": lambda x, g: (g + 2 * g.sum(0), jnp.zeros_like(x)),
 }
 OTHERS = {
@@ -35,6 +36,11 @@ OTHERS = {
     "from something on": lambda x, g: lax.scan(lambda c, r: (c + r, None), jnp.ones(3), g)[0],
     "handed on a turn late": lambda x, g: lax.scan(lambda c, r: (r, c), jnp.ones(3), g)[1],
     "beside a count": lambda x, g: lax.scan(lambda c, r: (c + 1, r + c), 0.0, g)[1],
+    "solved for it": lambda x, g: jnp.linalg.solve(g[:, :2], x),
+    "solved by it": lambda x, g: lax.custom_linear_solve(lambda y: x[:, :2] @ y, g, lambda _, b: b * g, symmetric=True),
+    "solved step by step": lambda x, g: lax.custom_linear_solve(
+        lambda y: x[:, :2] @ y, g, lambda _, b: jnp.sign(b) * jnp.abs(b), symmetric=True
+    ),
     "placed by it": lambda x, g: x[g[0].astype(int)],
 }
 
