@@ -2,8 +2,8 @@
 
 A compiler may compute the elements twice, for the result and for the comparison, and round them otherwise: then none
 equals it, and JAX's derivative divides zero by zero. XLA does so on CPUs, whatever barrier stands in between, and a
-layer that saves the result and makes the elements again invites it. So where none is equal, the first of the largest is
-meant. Where some are, the derivative is JAX's own: ties share it.
+layer that saves the result and makes the elements again invites it. So the first of the largest is meant, whether it is
+equal or not; with others that are equal it shares the derivative, as JAX has ties do.
 
 Scattered extremes have the same fault, and worse: a derivative that finds no equal is lost in silence. What is as large
 as the result but for rounding counts as equal there.
@@ -61,8 +61,8 @@ def extreme(x: jax.Array, axes: Sequence[int], name: str) -> jax.Array:
 def _extreme_jvp(axes: Sequence[int], name: str, primals: Arrays, tangents: Arrays) -> tuple[jax.Array, jax.Array]:
     (x,), (t,) = primals, tangents
     out = extreme(x, axes, name)
-    equal = x == jnp.expand_dims(out, axes)
-    meant = equal | (~equal.any(axes, keepdims=True) & _first(x, axes, name)) if axes else equal
+    # Whether any is equal may be asked of elements made once more, so that the first is always among those meant.
+    meant = (x == jnp.expand_dims(out, axes)) | (_first(x, axes, name) if axes else True)
     share = meant.astype(t.dtype)
     return out, (t * share).sum(axes) / share.sum(axes)
 
