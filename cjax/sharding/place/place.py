@@ -42,6 +42,7 @@ from cjax.sharding.place.merged import Merged, MergedProducts
 from cjax.sharding.place.on_shards import OnShards
 from cjax.sharding.place.own_rows import OwnRows
 from cjax.sharding.place.partial import PartialProducts
+from cjax.sharding.place.running import running_sum, split_along
 from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, saved, with_bias
 from cjax.sharding.place.told import tell
 from cjax.sharding.products.lookup import in_int32, look_up_whole
@@ -278,9 +279,9 @@ class Placer(Hooks):
         if name_of(eqn) in INSIDE and (holds_apart(eqn) or holds(eqn, self._is_off_grid)):
             return evaluate_inside(eqn, ins, scope, Inside(self._evaluate))
         ins = self._off_grid(eqn, ins, scope)
-        joined = self._concatenated(eqn, ins, scope) if self._layout.positions else None
-        if joined is not None:
-            return [joined]
+        axes = split_along(eqn, self._layout, self._trace.dims, scope)
+        if (found := self._by_stretches(eqn, ins, axes, scope)) is not None:
+            return [found]
         if facts_of(eqn).scatter:
             # Of one element behind one of a stretch, XLA (JAX 0.10.2, 0.11.2) puts more than that where devices' parts
             # end, if it sees both at once.
@@ -289,20 +290,22 @@ class Placer(Hooks):
         # `slogdet` has a derivative of its own, which no hook sees, and which puts rows back in order by a gather.
         is_hidden = self._may_stop() and holds(eqn, reorders)
         # Of the largest of each row XLA gathers all rows first, where tensors are split by more than those.
-        ranks = name_of(eqn) == "top_k"
+        ranks = name_of(eqn) == "top_k" or bool(axes)
         if not is_apart(eqn) and not holds_apart(eqn) and not is_hidden and not ranks:
             return look_up_whole(eqn, ins, given) if name_of(eqn) == "gather" else bind(eqn, ins, given)
         return self._apart(eqn, ins, scope, given)
 
-    def _concatenated(self, eqn: Equation, ins: list[Any], scope: Scope) -> jax.Array | None:
-        """The result of a concatenation along split positions, for which neighbours send each other a few; None for
-        all others."""
+    def _by_stretches(self, eqn: Equation, ins: list[Any], axes: tuple[str, ...], scope: Scope) -> jax.Array | None:
+        """The result of a concatenation along split positions, or of a running sum along a dim that `axes` split, for
+        which devices send each other a little; None for all others."""
         neighbours = neighbours_of(eqn, self._layout, self._trace.dims, scope)
-        if neighbours is None or neighbours.axis in jax.sharding.get_abstract_mesh().manual_axes:
+        if not axes and (neighbours is None or neighbours.axis in jax.sharding.get_abstract_mesh().manual_axes):
             return None
-        (out,) = eqn.outvars
+        (out,), arrays = eqn.outvars, [jnp.asarray(x) for x in ins]
         spec = self._layout.spec(self._trace.dims.of(out, scope), out.aval.shape)
-        return concatenate(eqn, [jnp.asarray(x) for x in ins], neighbours, spec, self._mesh)
+        if neighbours is None:
+            return running_sum(eqn, arrays[0], axes, spec, self._mesh)
+        return concatenate(eqn, arrays, neighbours, spec, self._mesh)
 
     def _apart(self, eqn: Equation, ins: list[Any], scope: Scope, params: Params) -> list[Any]:
         """The results of an equation on each device's own shards."""
