@@ -369,7 +369,7 @@ def row(name: str, plan: str, parts: int = 0) -> dict[str, Any]:
         kinds[key] = kinds.get(key, 0.0) + each.total_bytes / 2**20
     wanted = formula(case, plan, params)
     return {
-        "model": name, "plan": plan, "MiB": round(facts.moved() / 2**20, 2),
+        "model": name, "plan": plan, "jax": jax.__version__, "MiB": round(facts.moved() / 2**20, 2),
         "ratio": None if wanted is None else round(facts.moved() / wanted, 3),
         "transfer ms": round(1e3 * times["transfer_s"], 3), "exposed ms": round(1e3 * times["exposed_s"], 3),
         "float32": round(facts.flops_float32 / max(facts.flops, 1.0), 4),
@@ -412,7 +412,7 @@ def by_hand(name: str, unrolled: bool, parts: int = 0) -> dict[str, Any]:
     )
     compiled = compile_lowered(jax.jit(step, donate_argnums=0).lower(state, batch), devices)
     return {
-        "model": name, "plan": f"by hand, {'unrolled' if unrolled else 'scanned'}",
+        "model": name, "plan": f"by hand, {'unrolled' if unrolled else 'scanned'}", "jax": jax.__version__,
         "MiB beside the state": round(compiled.memory_analysis().temp_size_in_bytes / 2**20),
         **counted(compiled, parts),
     }  # fmt: skip

@@ -66,6 +66,7 @@ def received(whole_bytes: float, size: int, times: int = 1) -> float:
 
 
 # -- tensor parallelism -----------------------------------------------------------------------------------------------
+@pytest.mark.full("data=1 tensor=8-8-gpt", "data=2 tensor=4-4-gpt", "data=2 tensor=4-4-linen_decoder")
 @pytest.mark.parametrize("model", ["gpt", "linen_decoder"])
 @pytest.mark.parametrize(("plan", "tensor"), [("data=1 tensor=8", 8), ("data=2 tensor=4", 4)])
 def test_1d_moves_two_streams_a_layer_each_way(model: str, plan: str, tensor: int) -> None:
@@ -84,6 +85,7 @@ def test_1d_moves_two_streams_a_layer_each_way(model: str, plan: str, tensor: in
     assert small < 0.05 * stream, "softmax statistics of [batch, seq] and scalars"
 
 
+@pytest.mark.full
 def test_1d_with_data_reduces_each_gradient_once_over_data() -> None:
     result = compiled("linen_decoder", "data=2 tensor=4")
     whole = 4 * result.num_params
@@ -105,6 +107,7 @@ def test_layers_are_reduced_inside_the_backward_loop_where_it_is_hidden() -> Non
     assert all(c.is_async for c in in_loop)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2])
 def test_zero_1_and_2_reduce_to_shards_and_gather_once(stage: int) -> None:
     result = compiled("linen_decoder", f"zero={stage}")
@@ -114,6 +117,7 @@ def test_zero_1_and_2_reduce_to_shards_and_gather_once(stage: int) -> None:
     assert result.facts.moved("all-reduce") < 0.05 * received(whole, 8)
 
 
+@pytest.mark.full("data=4 tensor=2 zero=2")
 @pytest.mark.parametrize("plan", ["zero=1 remat=block", "data=4 tensor=2 zero=2"])
 def test_layers_of_zero_1_and_2_move_their_weights_while_others_are_computed(plan: str) -> None:
     """Gathered once, in bfloat16, and scattered once; and of what is gathered six tenths or more have a product beside
@@ -161,6 +165,7 @@ def test_zero_3_keeps_no_gathered_layer() -> None:
 PARTS = [("zero=1", 1 / 8), ("zero=2", 1 / 8), ("zero=3", 1 / 8), ("zero=2/4", 1 / 4)]
 
 
+@pytest.mark.full("zero=1-0.125", "zero=2-0.125", "zero=2/4-0.25")
 @pytest.mark.parametrize(("plan", "part"), PARTS)
 def test_gradients_are_held_in_parts(plan: str, part: float) -> None:
     """4 bytes a parameter against 1/N of them, within 5 %, from temporary memory: all that differs between two plans.
@@ -176,6 +181,7 @@ def test_gradients_are_held_in_parts(plan: str, part: float) -> None:
     assert saved >= 0.95 * (1 - part) * 4 * layers
 
 
+@pytest.mark.full("zero=1 microbatches=2", "data=8 microbatches=2")
 @pytest.mark.parametrize("plan", ["zero=1 microbatches=2", "zero=2 microbatches=2", "data=8 microbatches=2"])
 def test_micro_batches_are_reduced_once_at_the_end(plan: str) -> None:
     result = compiled("linen_decoder", plan)
@@ -184,6 +190,7 @@ def test_micro_batches_are_reduced_once_at_the_end(plan: str) -> None:
     assert reduced == pytest.approx(received(whole, 8), rel=0.05)
 
 
+@pytest.mark.full
 def test_a_group_talks_to_its_members_more_than_to_others() -> None:
     result = compiled("linen_decoder", "zero=3/4")
     whole = 4 * result.num_params
@@ -191,17 +198,20 @@ def test_a_group_talks_to_its_members_more_than_to_others() -> None:
     assert result.facts.moved(axes=["data"]) == pytest.approx(received(whole / 4, 2, 2), rel=0.1)
 
 
+@pytest.mark.full
 def test_tied_embeddings_are_reduced_once() -> None:
     """A table that is looked up and multiplied has two gradients, which each device adds up before all reduce."""
     result = compiled("gpt", "data=8")
     assert result.facts.moved() == pytest.approx(received(4 * result.num_params, 8, 2), rel=0.02)
 
 
+@pytest.mark.full
 def test_bfloat16_halves_what_zero_3_gathers() -> None:
     wide, low = (compiled("linen_decoder", plan).facts for plan in ("zero=3", "zero=3 precision=bfloat16"))
     assert low.moved("all-gather") == pytest.approx(0.5 * wide.moved("all-gather"), rel=0.1)
 
 
+@pytest.mark.full("sequence=ring:4 zero=1", "pipeline=1f1b:2 microbatches=2")
 @pytest.mark.parametrize(
     "plan", ["tensor=4 sequence=gather", "sequence=ring:4 zero=1", "pipeline=1f1b:2 microbatches=2"]
 )
@@ -211,6 +221,7 @@ def test_no_product_of_low_precision_has_an_operand_in_float32(plan: str) -> Non
     assert facts.flops > 0 and facts.flops_float32 == 0, str(facts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["gpt", "linen_decoder"])
 def test_a_ring_puts_positions_in_order_once(model: str) -> None:
     """Keys and values go round in both passes, their gradients round and home; beside that, tokens alone move."""
@@ -296,6 +307,7 @@ def reason(c: Collective, mode: str) -> str:
     return "unexplained"
 
 
+@pytest.mark.full(*GRIDS[1:])
 @pytest.mark.parametrize("plan", GRIDS)
 def test_a_grid_moves_its_linears_and_little_else(plan: str) -> None:
     """The layers of a transformer, by the formulas of its linears; the classifier and the table, once a step; and what
@@ -315,7 +327,8 @@ def test_a_grid_moves_its_linears_and_little_else(plan: str) -> None:
     assert sum(rest.values()) <= 0.01 * WIDE_LAYERS * layers, rest
 
 
-@pytest.mark.parametrize("plan", ["tensor=2d:4", "tensor=2.5d:8/2", "tensor=3d:8"])
+@pytest.mark.full(*GRIDS[1:3])
+@pytest.mark.parametrize("plan", GRIDS[:3])
 def test_a_grid_moves_while_it_multiplies(plan: str) -> None:
     """Of the time that transfers inside the layers take, at most 35 % has no work beside it."""
     facts, devices = grid_facts(f"{plan} precision=bfloat16")
@@ -332,7 +345,8 @@ def test_a_grid_moves_while_it_multiplies(plan: str) -> None:
 MANY = dict(h=1024, heads=16, vocab=2048, layers=8)  # layers, so that one of them with all it gathers is little
 
 
-@pytest.mark.parametrize("plan", ["tensor=2d:4", "tensor=2.5d:8/2", "tensor=3d:8"])
+@pytest.mark.full(*GRIDS[1:3])
+@pytest.mark.parametrize("plan", GRIDS[:3])
 def test_a_grid_splits_activations_over_all_its_devices(plan: str) -> None:
     """Temporary memory: 1/q^2 of one device's in 2d, 1/(d q^2) in 2.5d and 1/l^3 in 3d, and 20 % for one layer's
     operands, which are gathered while they are used (22 % in 3d, where all else is least). One device loops over its

@@ -168,6 +168,7 @@ LAYER = 4 * WIDTH**2  # bytes of a matrix in float32
 
 
 @pytest.mark.aot
+@pytest.mark.full("gpt-data=2 tensor=4 zero=2 microbatches=4-50331648")
 @pytest.mark.skipif(not keeps_behind_barriers(), reason="this XLA would keep two micro-batches at a time")
 @pytest.mark.parametrize(
     ("name", "plan", "sums"),

@@ -55,6 +55,7 @@ LARGE = (2048, 4, 2048, "h100:8")
 
 
 @pytest.mark.aot
+@pytest.mark.full("gpt", "post")
 @pytest.mark.parametrize("name", ["gpt", "own", "post"])
 def test_hides_what_a_layer_waits_for(name: str) -> None:
     """Of the time that transfers take, about a quarter at most has nothing beside it (JAX 0.12: 27 % of this GPT): a

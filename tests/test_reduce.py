@@ -49,6 +49,11 @@ def test_refuses_what_has_no_sums_of_its_own() -> None:
 
 
 @pytest.mark.aot
+@pytest.mark.full(
+    "data=8 precision=bfloat16-bf16",
+    "data=8 precision=bfloat16 reduce=float32-f32",
+    "data=8 microbatches=2 precision=bfloat16-f32",
+)
 @pytest.mark.parametrize(
     ("plan", "dtype"),
     [

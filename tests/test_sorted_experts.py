@@ -150,6 +150,7 @@ def test_products_of_sorted_tokens_are_saved_where_products_are() -> None:
 
 
 @pytest.mark.aot
+@pytest.mark.full
 def test_what_two_products_were_given_has_one_gradient_reduced_in_half_precision() -> None:
     """By gate and value of each expert, on GPUs."""
     program = program_of("tensor=8 precision=bfloat16", Sorted, devices="h100:8")

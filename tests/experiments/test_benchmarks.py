@@ -72,12 +72,14 @@ def test_what_a_compiled_step_must_not_show() -> None:
 
 
 @pytest.mark.aot
+@pytest.mark.full("bert-large-8", "vit-l16-16", "llama-1b-2")
 @pytest.mark.parametrize(("name", "batch"), [("gpt2", 8), ("bert-large", 8), ("vit-l16", 16), ("llama-1b", 2)])
 def test_a_step_for_an_h100_is_as_it_should_be(name: str, batch: int) -> None:
     assert not check(ROWS[name], batch, "data=-1", "h100:1").problems(ROWS[name], batch)
 
 
 @pytest.mark.aot
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["data=4 tensor=2 zero=1", "zero=3", "pipeline=1f1b:2 microbatches=4 data=4"])
 def test_under_other_plans_too(plan: str) -> None:
     found = check(ROWS["gpt2"], 32, plan, "h100:8")

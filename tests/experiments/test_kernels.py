@@ -1,8 +1,6 @@
 """Kernels of a compiled program: how often they run, and what they read and write."""
 
-import jax
 import pytest
-from bench_programs import by_hand, row
 from shared.kernels import HBM, PEAK, REACHED, Kernel, kernels
 
 PROGRAM = """
@@ -92,14 +90,3 @@ def test_an_array_behind_a_form_is_read_by_rows() -> None:
     )).replace(", %zero, %zero), dynamic_slice_sizes={1,10,4}", ", %zero), dynamic_slice_sizes={10,4}")  # fmt: skip
     assert text != PROGRAM and shape in text
     assert {e.name: e.bytes for e in kernels(text)}["cut.1"] == 10 * 4 * 2 + 4 + 10 * 4 * 4
-
-
-@pytest.mark.aot
-def test_gpt2_xl_on_an_h100_is_near_its_bound() -> None:
-    """8 x 1,024 tokens: what does not multiply takes 38.4 ms at full bandwidth (JAX 0.10 and 0.12; 14 of these the
-    optimizer's and the gradients' norm's, which is its bound), the same by hand 41 with twice the memory."""
-    jax.config.update("jax_platforms", "cpu")
-    mine, plain = row("gpt2-xl", "data=1 precision=bfloat16"), by_hand("gpt2-xl", unrolled=False)
-    assert mine["other ms"] <= 39 and mine["launches"] <= 3000 and mine["MiB beside the state"] <= 16 * 1024
-    assert mine["matmul ms"] == pytest.approx(plain["matmul ms"], rel=0.01)
-    assert mine["other ms"] < 0.65 * plain["other ms"] and mine["launches"] < 0.6 * plain["launches"]

@@ -95,8 +95,14 @@ def received(whole: float, size: int, times: int = 1) -> float:
     return times * whole * (size - 1) / size
 
 
+TENSORS = [("data=1 tensor=8", 8), ("data=2 tensor=4", 4)]
+
+
+@pytest.mark.full(
+    *(f"{plan}-{tensor}-{name}" for plan, tensor in TENSORS for name in CASES if (tensor, name) != (4, "vit"))
+)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("plan", "tensor"), [("data=1 tensor=8", 8), ("data=2 tensor=4", 4)])
+@pytest.mark.parametrize(("plan", "tensor"), TENSORS)
 def test_1d_reduces_streams_and_nothing_else(name: str, plan: str, tensor: int) -> None:
     facts, _ = compiled(name, plan)
     rows = ROWS * tensor // 8
@@ -105,6 +111,7 @@ def test_1d_reduces_streams_and_nothing_else(name: str, plan: str, tensor: int) 
     assert facts.moved(axes=["tensor"]) - facts.moved("all-reduce", ["tensor"]) < 0.01 * wanted
 
 
+@pytest.mark.full("bert", "llama")
 @pytest.mark.parametrize("name", ["bert", "t5", "llama"])
 def test_1d_reduces_bfloat16(name: str) -> None:
     """Gradients of one input of several weights too: Llama has two such in a layer."""
@@ -113,6 +120,7 @@ def test_1d_reduces_bfloat16(name: str) -> None:
     assert facts.moved("all-reduce", ["tensor"]) == pytest.approx(received(wanted, 8, 2), rel=0.03)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_data_parallelism_reduces_each_gradient_once(name: str) -> None:
     """That of a table too which is looked up, once or twice, and multiplied in a loop over positions."""
@@ -122,6 +130,7 @@ def test_data_parallelism_reduces_each_gradient_once(name: str) -> None:
     assert facts.moved() == pytest.approx(received(whole, 8, 2), rel=0.01)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_zero_scatters_gradients_and_gathers_weights(name: str, stage: int) -> None:
@@ -133,6 +142,7 @@ def test_zero_scatters_gradients_and_gathers_weights(name: str, stage: int) -> N
     assert facts.moved("all-reduce") <= 0.005 * whole
 
 
+@pytest.mark.full("t5")
 @pytest.mark.parametrize("name", ["gpt", "t5"])
 def test_zero_in_groups_scatters_a_tied_table_in_them_first(name: str) -> None:
     """Then each part is reduced over the groups; nothing is over all devices but norms' scales, and the loss."""

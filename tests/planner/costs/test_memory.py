@@ -37,6 +37,7 @@ QUICK = [
     "moe 8x b32 | h100:4 | zero=3 precision=bfloat16 remat=block",
     "sorted 8x b32 | h100:4 | data=2 tensor=2 zero=1 precision=bfloat16 remat=block",
 ]
+ANEW = (QUICK[0], QUICK[2], QUICK[8])  # compiled by default
 
 
 @functools.cache
@@ -84,12 +85,13 @@ def error(name: str, version: str) -> float:
 @pytest.mark.parametrize("name", QUICK)
 def test_as_xla_says(name: str, version: str) -> None:
     if version == "0.10" or name in kept(version):
-        # XLA reuses more of what a Mixer's two products work in than is followed here.
-        assert -0.03 < error(name, version) < (0.18 if name.startswith("mixer") else 0.13)
+        # XLA reuses more of what a Mixer's two products work in, and sorted rows are multiplied in, than is followed.
+        assert -0.03 < error(name, version) < (0.18 if name.startswith(("mixer", "sorted")) else 0.13)
 
 
 # What differs between an old XLA and a new one is told by `needs_more_memory` alone.
 @pytest.mark.aot
+@pytest.mark.full
 @pytest.mark.parametrize(("version", "number", "median", "most"), [("0.10", 90, 0.05, 0.12), ("0.12", 80, 0.05, 0.12)])
 def test_every_pair_kept(version: str, number: int, median: float, most: float) -> None:
     errors = {name: error(name, version) for name, found in kept(version).items() if "peak" in found}
@@ -100,6 +102,7 @@ def test_every_pair_kept(version: str, number: int, median: float, most: float) 
 
 
 @pytest.mark.aot
+@pytest.mark.full(*(name for name in QUICK if name not in ANEW))
 @pytest.mark.parametrize("name", QUICK)
 def test_xla_says_what_is_kept(name: str) -> None:
     known = kept(HERE).get(name)

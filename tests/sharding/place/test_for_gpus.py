@@ -168,6 +168,7 @@ def test_a_layer_that_stands_for_all_is_no_gelu_where_another_is_none(monkeypatc
 
 
 @pytest.mark.aot
+@pytest.mark.full("erfc")
 @pytest.mark.parametrize("kind", ["tanh", "erfc"])
 def test_a_step_touches_fewer_bytes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each layer, [rows, length, hidden] of float32 is neither written nor read by two who need it."""
@@ -229,6 +230,7 @@ def test_layers_hand_on_rows_unless_they_convolve_or_are_gathered_for_it(
 
 
 @pytest.mark.aot
+@pytest.mark.full("data=2 tensor=4")
 @pytest.mark.parametrize("plan", ["precision=bfloat16 unroll=none", "data=2 tensor=4"])
 def test_a_vision_transformer_is_not_transposed_in_each_layer(plan: str) -> None:
     """What its loops hand on has the features innermost: [examples, positions, features] in this order."""

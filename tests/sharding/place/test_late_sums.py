@@ -185,9 +185,14 @@ def test_arithmetic_counts_what_is_added_once() -> None:
     assert moved_over_the_tensor_axis("in turn") > 1.5 * moved_over_the_tensor_axis("added")
 
 
+PLANS = ["data=2 tensor=4", "data=2 tensor=4 zero=1", "data=2 tensor=4 precision=bfloat16"]
+ANEW = {"one by one": PLANS[2], "at once": PLANS[1], "with biases": PLANS[0], "among others": PLANS[1]}
+
+
 @pytest.mark.aot
-@pytest.mark.parametrize("plan", ["data=2 tensor=4", "data=2 tensor=4 zero=1", "data=2 tensor=4 precision=bfloat16"])
-@pytest.mark.parametrize("layer", ["one by one", "at once", "with biases", "among others"])
+@pytest.mark.full(*(f"{layer}-{plan}" for layer in ANEW for plan in PLANS if plan != ANEW[layer]))
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("layer", ANEW)
 def test_arithmetic_has_what_a_step_moves(layer: str, plan: str) -> None:
     """Forward and backward, on GPUs; weights' gradients too, which are scattered under ZeRO as elsewhere."""
     rows = {name: jax.ShapeDtypeStruct((16, 64, 64), np.float32) for name in "xy"}

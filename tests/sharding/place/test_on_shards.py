@@ -210,11 +210,17 @@ def test_gradients_of_rows_in_order_are_looked_up() -> None:
     assert not [shape for shape in scattered if shape.endswith(f"x{WIDTH}xf32")]
 
 
+GPU_PLANS = ["tensor=8", "data=2 tensor=4 precision=bfloat16", "data=8", "data=4 tensor=2 remat=block"]
+ANEW = {
+    "two": GPU_PLANS[0], "with biases": GPU_PLANS[1], "by einsum": GPU_PLANS[3], "scattered": GPU_PLANS[2],
+    "renamed": GPU_PLANS[1], "renamed, scattered": GPU_PLANS[2],
+}  # fmt: skip
+
+
 @pytest.mark.aot
-@pytest.mark.parametrize(
-    "plan", ["tensor=8", "data=2 tensor=4 precision=bfloat16", "data=8", "data=4 tensor=2 remat=block"]
-)
-@pytest.mark.parametrize("layer", ["two", "with biases", "by einsum", "scattered", "renamed", "renamed, scattered"])
+@pytest.mark.full(*(f"{layer}-{plan}" for layer in ANEW for plan in GPU_PLANS if plan != ANEW[layer]))
+@pytest.mark.parametrize("plan", GPU_PLANS)
+@pytest.mark.parametrize("layer", ANEW)
 def test_arithmetic_has_what_a_step_moves(layer: str, plan: str) -> None:
     """Forward and backward, on GPUs."""
     rows = {name: jax.ShapeDtypeStruct((16, 64, 64), np.float32) for name in "xy"}
