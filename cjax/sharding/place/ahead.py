@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 from cjax.jax_compat.core import Var
 from cjax.plan import Plan
 from cjax.sharding.place.model import Arrays, ModelStorage
-from cjax.sharding.place.place import constrained
 from cjax.sharding.place.stacked import read_again, stacked_leaves
+from cjax.sharding.products.region import constrained
 from cjax.sharding.storage.storage import Slot
 from cjax.trace.emit.precision import HIGH, LOWS, rounded_leaves
 from cjax.trace.reading import Trace

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from cjax.jax_compat.core import Atom, Equation, Literal, Params, Var
 from cjax.mesh import BATCH_AXES, PIPE, SEQUENCE, on_gpus
@@ -42,11 +42,11 @@ from cjax.sharding.place.merged import Merged, MergedProducts
 from cjax.sharding.place.on_shards import OnShards
 from cjax.sharding.place.own_rows import OwnRows
 from cjax.sharding.place.partial import PartialProducts
-from cjax.sharding.place.running import running_sum, split_along
+from cjax.sharding.place.running import running_sum, split_along, whole_along
 from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, saved, with_bias
 from cjax.sharding.place.told import tell
 from cjax.sharding.products.lookup import in_int32, look_up_whole
-from cjax.sharding.products.region import raised_on_cpu
+from cjax.sharding.products.region import constrained, raised_on_cpu
 from cjax.sharding.storage.storage import as_spec, axes_of_entry
 from cjax.trace.attention.find import Attention
 from cjax.trace.attention.positions import attention_groups, in_parts
@@ -76,14 +76,6 @@ class WeightPlacement:
     gradient: PartitionSpec
     stored: PartitionSpec | None = None
     saved: bool = False
-
-
-def constrained(value: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """`value` placed as `spec` says; where some axes of the mesh are manual, on what is left of it."""
-    context = jax.sharding.get_abstract_mesh()
-    if all(size == 1 or axis in context.manual_axes for axis, size in mesh.shape.items()):
-        return value
-    return lax.with_sharding_constraint(value, NamedSharding(context if context.manual_axes else mesh, spec))
 
 
 class Placer(Hooks):
@@ -282,6 +274,8 @@ class Placer(Hooks):
         axes = split_along(eqn, self._layout, self._trace.dims, scope)
         if (found := self._by_stretches(eqn, ins, axes, scope)) is not None:
             return [found]
+        if facts_of(eqn).cumulates and not axes:
+            return [whole_along(eqn, jnp.asarray(ins[0]), given, self._mesh)]
         if facts_of(eqn).scatter:
             # Of one element behind one of a stretch, XLA (JAX 0.10.2, 0.11.2) puts more than that where devices' parts
             # end, if it sees both at once.

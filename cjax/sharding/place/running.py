@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from cjax.jax_compat.core import Equation
+from cjax.jax_compat.core import Equation, Params
 from cjax.sharding.layout.layout import Layout
 from cjax.sharding.products.lookup import LOW_DTYPES, first_of
-from cjax.sharding.products.region import in_region
+from cjax.sharding.products.region import constrained, in_region
 from cjax.sharding.storage.storage import axes_of_entry
 from cjax.trace.dims.find import Dims, Scope
+from cjax.trace.emit.emit import bind
 from cjax.trace.jaxpr.primitives import facts_of, name_of
 
 
@@ -65,3 +66,19 @@ def running_sum(
         return [(own + jnp.where(before, totals, 0).sum(0)).astype(part.dtype)]
 
     return in_region(inside, [x], [spec], [spec], mesh, alone=True)[0]
+
+
+def whole_along(eqn: Equation, x: jax.Array, params: Params, mesh: Mesh) -> jax.Array:
+    """The result of an equation that goes along a dim which no axis splits; nor may the compiler, which splits what is
+    made of split values as they are, whatever it is. Other dims are its own to choose.
+
+    Args:
+      eqn: the equation.
+      x: its operand.
+      params: its parameters, as they stand or others.
+      mesh: the mesh.
+    """
+    free = PartitionSpec.UNCONSTRAINED
+    spec = PartitionSpec(*(None if dim == eqn.params["axis"] else free for dim in range(x.ndim)))
+    (found,) = bind(eqn, [constrained(x, mesh, spec)], params)
+    return constrained(found, mesh, spec)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cjax.sharding.storage.storage import axes_of_entry
 
@@ -102,6 +102,14 @@ def in_region(
     call = jax.custom_vjp(forward)
     call.defvjp(lambda *operands: (forward(*operands), operands), backward)
     return call(*operands)
+
+
+def constrained(value: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """`value` placed as `spec` says; where some axes of the mesh are manual, on what is left of it."""
+    context = jax.sharding.get_abstract_mesh()
+    if all(size == 1 or axis in context.manual_axes for axis, size in mesh.shape.items()):
+        return value
+    return lax.with_sharding_constraint(value, NamedSharding(context if context.manual_axes else mesh, spec))
 
 
 def raised_on_cpu(operand: jax.Array, mesh: Mesh) -> jax.Array:

@@ -16,7 +16,7 @@ from starts import begin
 import cjax
 from cjax.audit import audit
 from cjax.mesh import compile_lowered
-from cjax.sharding.place.running import running_sum
+from cjax.sharding.place.running import running_sum, whole_along
 
 ROWS, LENGTH, WIDTH = 8, 16, 24
 ALONG = {
@@ -25,6 +25,10 @@ ALONG = {
     "maximum": lambda x: lax.cummax(x, 1),
     "logarithm": lambda x: lax.cumlogsumexp(x, 1),
     "of all rows": lambda x: jnp.cumsum(x.reshape(-1, x.shape[-1]), 0).reshape(x.shape),
+    # Of rows that are joined nobody knows that they are split, and XLA splits them.
+    "of joined rows": lambda x: jnp.cumsum(jnp.concatenate([rows := x.reshape(-1, x.shape[-1]), rows]), 0)[
+        : len(rows)
+    ].reshape(x.shape),
 }
 
 
@@ -65,6 +69,7 @@ def program_of(along: str, plan: str) -> cjax.Program:
         ("logarithm", "data=2 sequence=ring:4"),
         ("of all rows", "data=8"),
         ("of all rows", "data=2 tensor=2d:4"),
+        ("of joined rows", "data=8"),
     ],
 )
 def test_as_on_one_device(along: str, plan: str) -> None:
@@ -115,8 +120,18 @@ def test_unequal_stretches_are_left_to_the_compiler() -> None:
     assert running_sum(eqn, jnp.ones(12), ("a",), PartitionSpec("a"), mesh) is None
 
 
+def test_what_no_axis_splits_the_compiler_does_not_either() -> None:
+    mesh = Mesh(np.array(jax.devices("cpu")), ("a",))
+    x = jnp.ones((8, 16))
+    eqn = jax.make_jaxpr(lambda x: lax.cummax(x, 1))(x).eqns[0]
+    found = jax.make_jaxpr(lambda x: whole_along(eqn, x, eqn.params, mesh))(x)
+    assert [each.primitive.name for each in found.eqns] == ["sharding_constraint", "cummax", "sharding_constraint"]
+    free = PartitionSpec.UNCONSTRAINED
+    assert [each.params["sharding"].spec for each in found.eqns[::2]] == [PartitionSpec(free, None)] * 2
+
+
 @pytest.mark.aot
-@pytest.mark.parametrize("along", ["sum", "maximum"])
+@pytest.mark.parametrize("along", ["sum", "maximum", "of joined rows"])
 def test_an_h100_does_not_go_through_a_stretch_element_by_element(along: str) -> None:
     """As XLA's partitioner would have it, 7 kernels for each of 128 positions in each pass (JAX 0.12.0.1)."""
     shapes = {name: jax.ShapeDtypeStruct((16, 512), np.int32) for name in ("tokens", "next")}
