@@ -345,7 +345,7 @@ def test_a_grid_moves_while_it_multiplies(plan: str) -> None:
 MANY = dict(h=1024, heads=16, vocab=2048, layers=8)  # layers, so that one of them with all it gathers is little
 
 
-@pytest.mark.full(*GRIDS[1:3])
+@pytest.mark.full
 @pytest.mark.parametrize("plan", GRIDS[:3])
 def test_a_grid_splits_activations_over_all_its_devices(plan: str) -> None:
     """Temporary memory: 1/q^2 of one device's in 2d, 1/(d q^2) in 2.5d and 1/l^3 in 3d, and 20 % for one layer's

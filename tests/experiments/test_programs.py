@@ -54,7 +54,7 @@ OTHERS = {
 # One for each kind of what once was too much: a post-norm's sums, gradients of one input, tied tables, weights gathered
 # in float32, a ring's order, unlike stages, experts reduced one by one, what nothing hid, and kernels of one card.
 ANEW = [
-    ("bert", "tensor=8"), ("llama", "tensor=8"), ("gpt", "data=8"), ("gpt", "zero=3"), ("gpt", "zero=1"),
+    ("bert", "tensor=8"), ("llama", "tensor=8"), ("gpt", "data=8"), ("gpt", "zero=3"),
     ("gpt", "data=1 sequence=all_to_all:8"), ("gpt", "data=1 sequence=ring:8"),
     ("head", "data=2 pipeline=1f1b:4 microbatches=4"), ("experts", "tensor=8"), ("wide bert", OVERLAP),
     ("gpt2-xl", "data=1"),
