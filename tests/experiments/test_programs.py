@@ -47,7 +47,7 @@ class Limits:
 OTHERS = {
     ("experts", "tensor=8"): Limits(ratio=1.08),
     ("sent", "tensor=8"): Limits(ratio=1.15),
-    **{(f"wide {name}", OVERLAP): Limits(exposed=0.26) for name in ("gpt", "bert", "t5", "llama", "vit")},
+    **{(f"wide {name}", OVERLAP): Limits(exposed=0.25) for name in ("gpt", "bert", "t5", "llama", "vit")},
     # 14 ms are the optimizer's and the gradients' norm's, which is their bound.
     ("gpt2-xl", "data=1"): Limits(launches=3000, other=39, beside=16 * 1024),
 }
@@ -72,7 +72,7 @@ def limits_of(name: str, plan: str) -> Limits:
 
 def test_all_that_is_kept_is_within_its_limits() -> None:
     mine = {key: row for key, row in ROWS.items() if "by hand" not in key[1]}
-    assert len(mine) > 80 and {(name, f"{plan} {LOW}") for name, plan in [*OTHERS, *ANEW]} <= {*mine}
+    assert len(mine) >= 138 and {(name, f"{plan} {LOW}") for name, plan in [*OTHERS, *ANEW]} <= {*mine}
     assert not {key: found for key, row in mine.items() if (found := limits_of(*key).problems(row))}
 
 
