@@ -29,8 +29,8 @@ whose tokens are of the whole batch (einsum, seats, choosing, sorted):
 
 Positions that n does not divide (a ViT's 197) are filled up, and ring and all_to_all move as many as there are then.
 Models with "wide" in their names are of width 2,048, large enough for matmuls to hide transfers under, and are compiled
-under tensor=8, as it is and with micro-batches that overlap, and under zero=1.
-Models named as they are published (gpt2-xl, bert-large, vit-l16) have their own sizes, and are compiled for one H100;
+under tensor=8, as it is and with micro-batches that overlap, and under zero=1 and zero=3; so is gpt3-6.7b, in its own
+size. Others that are named as they are published (gpt2-xl, bert-large, vit-l16) are compiled for one H100;
 `--by-hand` compiles the same as an expert writes them in plain JAX (`benchmarks/in_jax.py`), scanned and unrolled.
 """
 
@@ -85,7 +85,8 @@ WIDE, LONG = 2048, 1024
 SEATS = 80  # of an expert, for tokens of an example
 SIZES: dict[str, Any] = dict(num_heads=HEADS, embed_dim=EMBED, mlp_dim=4 * EMBED, vocab_size=VOCAB, num_layers=LAYERS)
 WIDE_SIZES = SIZES | {"num_heads": 16, "embed_dim": WIDE, "mlp_dim": 4 * WIDE, "vocab_size": 50257}
-WIDE_PLANS = ("tensor=8", "tensor=8 microbatches=2 overlap=2", "zero=1")
+WIDE_PLANS = ("tensor=8", "tensor=8 microbatches=2 overlap=2", "zero=1", "zero=3")
+LARGE_PLANS = ("tensor=8 microbatches=2 overlap=2", "zero=1", "zero=3", "zero=3 remat=dots")
 PLANS = (
     "tensor=8", "data=8", "zero=1", "zero=2", "zero=3", "zero=3/4", "data=1 sequence=ring:8",
     "data=1 sequence=all_to_all:8", "data=2 pipeline=1f1b:4 microbatches=4",
@@ -229,6 +230,7 @@ class Case:
     shape: tuple[int, int] = (ROWS, SEQ)
     devices: str = "h100:8"
     embed: int = EMBED
+    under: Sequence[str] = ()  # plans, where they are not the usual ones
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -239,8 +241,8 @@ class Case:
 
     @property
     def plans(self) -> Sequence[str]:
-        plans = PLANS if self.devices == "h100:8" else ("data=1",)
-        return [f"{plan} precision=bfloat16" for plan in (WIDE_PLANS if self.embed == WIDE else plans)]
+        usual = ("data=1",) if self.devices == "h100:1" else WIDE_PLANS if self.embed == WIDE else PLANS
+        return [f"{plan} precision=bfloat16" for plan in self.under or usual]
 
 
 def of(kind: Any, config: Any) -> Callable[[nnx.Rngs], Any]:
@@ -303,6 +305,10 @@ MODELS = {
     "wide sorted": Case(
         ExpertModel(functools.partial(ExpertsOfAll, "sorted", WIDE), WIDE), own_loss, {LONG: 4 * LAYERS + 2},
         shape=(ROWS, LONG), embed=WIDE,
+    ),
+    "gpt3-6.7b": Case(
+        of(GPT, gpt("gpt3-6.7b")), loss, {2048: 4 * 32 + 2}, layers=32, shape=(ROWS, 2048), embed=4096,
+        under=LARGE_PLANS,
     ),
     "gpt2-xl": Case(of(GPT, PUBLISHED["gpt2-xl"]), loss, {}, shape=(8, 1024), devices="h100:1"),
     "bert-large": Case(of(BERT, PUBLISHED["bert-large"]), masked_loss, {}, shape=(16, 512), devices="h100:1"),

@@ -19,6 +19,7 @@ from cjax.mesh.axes import build_mesh as build_mesh
 from cjax.mesh.axes import wrong_number_of_devices as wrong_number_of_devices
 from cjax.mesh.context import not_nan as not_nan
 from cjax.mesh.context import own_context as own_context
+from cjax.mesh.devices import SCATTERED_TOGETHER as SCATTERED_TOGETHER
 from cjax.mesh.devices import cluster_of as cluster_of
 from cjax.mesh.devices import compile_lowered as compile_lowered
 from cjax.mesh.devices import compiler_options as compiler_options

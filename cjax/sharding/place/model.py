@@ -1,5 +1,6 @@
 """A traced loss laid out on a mesh: where its arrays are kept, and the loss as a function of what is kept."""
 
+import collections
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,8 @@ from cjax.sharding.place.in_turn import InTurn
 from cjax.sharding.place.order import Order, order_of
 from cjax.sharding.place.ordered import OrderedPlacer
 from cjax.sharding.place.place import DrawOnShard, Placer, WeightPlacement
-from cjax.sharding.place.stacked import read_again, stacked_leaves
+from cjax.sharding.place.stacked import read_again, stacked_leaves, stacks_of_leaves
+from cjax.sharding.place.weight_sums import Sum, WeightSums
 from cjax.sharding.storage.storage import StageRows, Storage, as_spec, axes_of_entry, make_storage, stackable
 from cjax.trace.author.capture import Capture
 from cjax.trace.emit.emit import emit
@@ -207,18 +209,37 @@ def make_placer(
     stored = storage.zero_specs if plan.zero_stage == 3 else storage.used_specs
     stored = [storage.zero_specs[i] if i in storage.in_turn else spec for i, spec in enumerate(stored)]
     specs = zip(storage.used_specs, gradient, stored, strict=True)
-    weights = {i: WeightPlacement(*each, saved=i in storage.in_turn) for i, each in enumerate(specs)}
+    is_whole = plan.pipeline.size == 1  # a layer's backward pass is not made apart, of what a pipeline saves
+    again = storage.in_turn | (_small(trace) if plan.zero_stage == 3 and is_whole else set[int]())
+    weights = {i: WeightPlacement(*each, saved=i in again) for i, each in enumerate(specs)}
     gathers = plan.zero_stage == 3 and math.prod(mesh.shape.values()) > 1
     kernel = kernel_for(mesh)
     # Where a stage makes gradients of its weights later than those that it hands on, these wait for nothing.
     waits = plan.pipeline.schedule != "zero_bubble"
     unrolls = most_apart(plan, mesh) if is_graded else 0
     sums_ahead = is_graded and sums_with_gradients(plan, mesh)
+    adds_up = mesh.size > 1 and is_graded and is_whole and plan.overlap == 1
+    sums = WeightSums(mesh, _added_up(trace, weights) if adds_up else {})
     given = (
         trace, layout, mesh, weights, plan.precision, plan.remat, gathers, draw, plan.sequence, kernel, waits, unrolls,
-        sums_ahead, is_graded and plan.overlap > 1,
+        sums_ahead, is_graded and plan.overlap > 1, sums,
     )  # fmt: skip
     return Placer(*given) if order is None else OrderedPlacer(order, *given)
+
+
+def _small(trace: Trace) -> set[int]:
+    """Weights of layers that are a 256th of the largest one, or less. Gathered once more in the backward pass, each
+    would take a message's time, and keep larger ones waiting."""
+    sizes = {stack: math.prod(trace.leaves[stack[0]].shape) for stack in stacks_of_leaves(trace)}
+    return {leaf for stack, size in sizes.items() if 256 * size <= max(sizes.values()) for leaf in stack}
+
+
+def _added_up(trace: Trace, weights: Mapping[int, WeightPlacement]) -> dict[int, Sum]:
+    """The sums over devices of gradients of weights that each of them has whole, and one product reads once."""
+    products = [(leaf, m.looped) for m in trace.dims.matmuls for leaf in (m.lhs_origin, m.rhs_origin)]
+    reads = collections.Counter(leaf for leaf, looped in products for _ in range(1 + looped))
+    alone = [i for i in trace.leaves_of("params") if reads[i] == 1]
+    return {i: Sum(trace.leaves[i].shape, weights[i].gradient) for i in alone if not any(weights[i].used)}
 
 
 def place_loss(

@@ -45,6 +45,7 @@ from cjax.sharding.place.partial import PartialProducts
 from cjax.sharding.place.running import running_sum, split_along, whole_along
 from cjax.sharding.place.saved import checkpointed, gathered, has_complex, keep_sum, kept, saved, with_bias
 from cjax.sharding.place.told import tell
+from cjax.sharding.place.weight_sums import WeightSums
 from cjax.sharding.products.lookup import in_int32, look_up_whole
 from cjax.sharding.products.region import constrained, raised_on_cpu
 from cjax.sharding.storage.storage import as_spec, axes_of_entry
@@ -97,6 +98,7 @@ class Placer(Hooks):
         unrolls: int = 0,
         sums_ahead: bool = False,
         abreast: bool = False,
+        weight_sums: WeightSums | None = None,
     ) -> None:
         self._trace, self._layout, self._mesh, self._weights = trace, layout, mesh, weights
         self._lowering = Lowering(trace.closed, LOWS[precision]) if precision in LOWS else None
@@ -118,6 +120,7 @@ class Placer(Hooks):
             trace, layout, mesh, self._lowering, self.copies, self._grouped, self._own_rows, self._partial.mark
         )
         self._joint = JointProducts(trace, layout, self._lowering, waits)
+        self._weight_sums = weight_sums or WeightSums(mesh, {})
         self._merged = MergedProducts(mesh, self._lowering.low if self._lowering else None)
         self._has_complex = has_complex(trace.closed.jaxpr)
         self._with_bias = with_bias(trace.closed.jaxpr)
@@ -228,7 +231,7 @@ class Placer(Hooks):
             elif id(eqn) in self._remade:
                 outs = [make_again(eqn, jnp.asarray(ins[0]))]
             else:
-                ins = self._joint.beside(eqn, ins, scope) if alone else ins
+                ins = self._weight_sums.beside(eqn, self._joint.beside(eqn, ins, scope) if alone else ins)
                 outs = self._partial.marked(eqn, self._evaluate(eqn, ins, scope, params), scope)
                 outs = kept(eqn, outs, self._remat)
         if id(eqn) in self._with_bias:
@@ -361,6 +364,7 @@ class Placer(Hooks):
 
     def groups(self, eqns: Sequence[Equation], results: Sequence[Atom], scope: Scope) -> list[Group[Any]]:
         self._own_rows.find(eqns, results, scope)
+        self._weight_sums.find(eqns, scope)
         groups = self._products.find(eqns, results, scope)
         if self._sequence.size > 1 or self._kernel is not None:
             found = attention_groups(self._trace, eqns, results, scope)
