@@ -92,10 +92,11 @@ def batches(results: Results, wanted: str) -> None:
 
 
 def sequences(results: Results, wanted: str) -> None:
-    """Part c: BERT's largest batch at 512 tokens, and longest sequence at batch 64."""
+    """Part c: a step of BERT, its largest batch at 512 tokens, and longest sequence at batch 64."""
     for num_devices in (4, 8, 16):
         for plan in (text.format(num_devices) for text in SEQUENCES):
             if wanted in plan:
+                measure(results, "c", BERT, plan)
                 search(results, "c", BERT, "batch", plan, 1, (512, 1024))
                 search(results, "c", BERT, "length", plan, 64, (4096, 8192))
 

@@ -85,8 +85,10 @@ def error(name: str, version: str) -> float:
 @pytest.mark.parametrize("name", QUICK)
 def test_as_xla_says(name: str, version: str) -> None:
     if version == "0.10" or name in kept(version):
-        # XLA reuses more of what a Mixer's two products work in, and sorted rows are multiplied in, than is followed.
-        assert -0.03 < error(name, version) < (0.18 if name.startswith(("mixer", "sorted")) else 0.13)
+        # XLA reuses more of what a Mixer's products work in, and sorted rows are multiplied in, than is followed. Of
+        # gradients that leave one after the other one is there at a time, which is much of a layer of experts.
+        most = {"mixer": 0.25, "sorted": 0.18, "moe": 0.15}.get(name.split("-")[0].split(" ")[0], 0.13)
+        assert -0.03 < error(name, version) < most
 
 
 # What differs between an old XLA and a new one is told by `needs_more_memory` alone.
